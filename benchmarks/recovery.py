@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "cluster"), str(TESTS)]
 
 from commands import SMALL, small_shapes  # noqa: E402
-from desk import Command, session_of, worker_of  # noqa: E402
+from desk import Command, impatient, session_of, worker_of  # noqa: E402
 from machines import Lab, machines, missing  # noqa: E402
 
 ARGS = [*SMALL, "--threads", "1", "--val-period", "0", "--epochs", "2000"]
@@ -108,9 +108,10 @@ def host_returns(lab: Lab, command: Command) -> None:
     command.wait_for("started again as 3 processes")
 
 
-def ours(*more: str) -> Start:
+def ours(silence_s: int = 20) -> Start:
     def start(lab: Lab, folder: Path, data: Path) -> Command:
-        return Command(lab, folder / "own", "train", "--data", data, *ARGS, *HOSTS, *more)
+        hosts = impatient(folder, HOSTS[1], silence_s)
+        return Command(lab, folder / "own", "train", "--data", data, *ARGS, *hosts)
 
     return start
 
@@ -137,11 +138,11 @@ def torchrun(lab: Lab, folder: Path, data: Path) -> Command:
 
 CASES: dict[str, tuple[Start, Fault]] = {
     "worker": (ours(), kill_worker),
-    "host_5": (ours("--host-timeout", "5"), host_off),
+    "host_5": (ours(5), host_off),
     "host_20": (ours(), host_off),
-    "first_host_5": (ours("--host-timeout", "5"), first_host_off),
+    "first_host_5": (ours(5), first_host_off),
     "link": (ours(), link_down),
-    "return": (ours("--host-timeout", "5"), host_returns),
+    "return": (ours(5), host_returns),
     "torchrun_worker": (torchrun, kill_worker),
     "torchrun_host": (torchrun, host_off_of_torchrun),
 }

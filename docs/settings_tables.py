@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from yolofleet.config.schema import Recipe
-from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS
+from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS, flags_of_earlier_versions
 from yolofleet.families.table import FAMILIES
 
 HERE = Path(__file__).resolve().parent
@@ -61,11 +61,14 @@ def known_flags() -> Iterator[tuple[str, str, list[str]]]:
     examples = {
         flag: values.split() for _, flag, values, _ in reversed(lines)
     }  # the first one for all scripts
+    own = flags_of_earlier_versions()
     for verb in SCRIPTS:
         listed = [flag for name, flag, _, _ in lines if name == verb]
         spelled = {flag.replace("_", "-") for flag in listed} | MACHINES.keys() | FLEETRUN.keys()
         earlier = [
-            flag for flag, way in SPELLINGS[verb].items() if flag not in spelled and (way.note or way.refusal)
+            flag
+            for flag, way in SPELLINGS[verb].items()
+            if flag not in spelled | own.keys() and (way.note or way.refusal)
         ]
         for flag in (*listed, *earlier):
             yield verb, flag, examples.get(flag, [])

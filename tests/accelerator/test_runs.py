@@ -56,7 +56,7 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
     assert accelerator.launched() > 1000
 
     # interrupted after the first epoch, and continued on the other device
-    fitted("resumed", **settings, device="0", max_steps=3, save_steps=1)
+    fitted("resumed", **settings, device="0", max_steps=3, save_every=("1steps",))
     Model("yolov5n").train(resume="runs/train/resumed", device="1", max_steps=5)
     resumed = json.loads(Path("runs/train/resumed/results.json").read_text())
     assert resumed["weights_sha256"] == cpu["weights_sha256"]
@@ -138,7 +138,7 @@ def test_too_little_memory_is_reported_with_a_smaller_micro_batch(
 
 
 def test_a_chosen_micro_batch_is_kept_when_the_run_is_resumed_on_more_devices(settings: dict[str, Any]):
-    settings |= {"reduce": "exact", "epochs": 1, "save_steps": 1}
+    settings |= {"reduce": "exact", "epochs": 1, "save_every": ("1steps",)}
     fitted("chosen", **settings | {"micro_batch": -1}, device="0", max_steps=1)
     # a new run on two devices would choose 4
     Model("yolov5n").train(resume="runs/train/chosen", device="0,1", parallel="dp", max_steps=2)

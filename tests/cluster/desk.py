@@ -72,6 +72,13 @@ class Command:
         return code
 
 
+def impatient(folder: Path, hosts: str, silence_s: int = 5) -> tuple[str, str]:
+    """Return the options for ``--hosts`` that are given up after so many seconds without a message; it writes a file."""
+    file = folder / "impatient.yaml"
+    file.write_text(f"silence_s: {silence_s}\nhosts: [{hosts}]\n")
+    return "--fleet", str(file)
+
+
 def session_of(folder: Path) -> dict[str, str]:
     """Return what a login on a machine finds in its environment."""
     env = environment(folder)

@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from commands import SMALL_YOLOV5N as SMALL  # noqa: E402
 from commands import small_shapes, yolofleet  # noqa: E402
-from desk import Command, agent_of, nothing_left, session_of, worker_of  # noqa: E402
+from desk import Command, agent_of, impatient, nothing_left, session_of, worker_of  # noqa: E402
 from machines import Lab, Machine, machines, missing  # noqa: E402
 
 EPOCHS = 80
@@ -43,7 +43,8 @@ ARGS = [
     "--epochs",
     str(EPOCHS),
 ]
-HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--host-timeout", "8", "--restarts", "1000")
+HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
+RESTARTS = ("--restarts", "1000")
 DISK = "1500m"  # of each machine
 STUCK_S = 900.0  # without an epoch: the soak has failed
 GAPS_S = (2.0, 8.0)  # of training between two faults
@@ -102,7 +103,7 @@ class Soak:
         self.command.end()
         nothing_left(self.lab)
         hosts = [host.name for host in self.lab.hosts if host is not self.lost]
-        named = ("--hosts", ",".join(f"{name}:cpu:1" for name in hosts), *HOSTS[2:])
+        named = ("--hosts", ",".join(f"{name}:cpu:1" for name in hosts), *RESTARTS)
         self.command = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *named)
 
     def first_host_lost(self) -> None:
@@ -143,7 +144,7 @@ class Soak:
 
     def second_run(self) -> None:
         """Somebody resumes the run that runs."""
-        again = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *HOSTS[:2])
+        again = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *HOSTS)
         code = again.end()
         assert code in (2, 4), f"exit code {code}\n{again.said}"  # 4: a host is lost just then
 
@@ -231,11 +232,11 @@ def main() -> int:
             number += 1
             print(f"training {number}, {'detached' if is_detached else 'with its launcher'}", flush=True)
             with three_machines(folder) as lab:
-                train = ("train", "--data", data, *ARGS, *HOSTS)
+                train = ("train", "--data", data, *ARGS, *impatient(folder, HOSTS[1], 8), *RESTARTS)
                 command = Command(lab, folder / "own", *train, *(["--detach"] if is_detached else []))
                 if is_detached:
                     assert command.end() == 0, command.said
-                    command = Command(lab, folder / "own", "fleet", "attach", *HOSTS[:2])
+                    command = Command(lab, folder / "own", "fleet", "attach", *HOSTS)
                 Soak(lab, folder, draws, command, is_detached, stood_still_s).follow()
                 text = lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout
                 assert json.loads(text)["weights_sha256"] == quiet, command.said

@@ -64,9 +64,7 @@ def until(chromium: Browser, script: str, board: Command, wanted: object = True)
 @pytest.mark.skipif(bool(browser_missing()), reason=browser_missing())
 def test_the_board_follows_a_run_of_two_hosts_and_stops_it(lab: Lab, folder: Path) -> None:
     own, data = folder / "own", small_shapes(folder)
-    run = Command(
-        lab, own, "train", "--data", data, *ARGS, *HOSTS, "--save-period", "0", "--save-minutes", "0"
-    )
+    run = Command(lab, own, "train", "--data", data, *ARGS, *HOSTS, "--save-every", "0")
     run.wait_for("^epoch 2/")
     board = Command(lab, own, "board", "--port", "0", "--allow", "stop,save")
     board.wait_for("^http://127.0.0.1:")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL_YOLOV5N as SMALL
 from commands import small_shapes, yolofleet
-from desk import Command, nothing_left, session_of
+from desk import Command, impatient, nothing_left, session_of
 from machines import Lab, Machine, machines
 
 from yolofleet.support.system.proc import rank_of
@@ -64,7 +64,7 @@ def weights_of(lab: Lab, machine: Machine, folder: Path) -> str:
 
 def test_the_run_outlives_its_launcher_and_two_launchers(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     """The second one hands over to the host that was lost first, and was started again."""
-    detached(lab, folder, "--host-timeout", "5")
+    detached(lab, folder, hosts=impatient(folder, HOSTS[1]))
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS)
     seen.wait_for("^epoch 2/")
     os.kill(seen.process.pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_the_run_outlives_its_launcher_and_two_launchers(lab: Lab, folder: Path,
 
 def test_a_split_network_has_one_launcher(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     """The first host is alone, and lives: it ends its workers before the others begin again, and joins them later."""
-    detached(lab, folder, "--host-timeout", "5")
+    detached(lab, folder, hosts=impatient(folder, HOSTS[1]))
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS, machine=lab.hosts[1])
     seen.wait_for("^epoch 3/")
     lab.hosts[0].unplug()
@@ -111,7 +111,7 @@ def test_two_hosts_go_on_when_the_first_is_switched_on_again(
 ) -> None:
     """The second one has no majority without it, and it knows nothing of the run any more."""
     two = ("--hosts", "m1:cpu:1,m2:cpu:1")
-    detached(lab, folder, "--host-timeout", "5", hosts=two)
+    detached(lab, folder, hosts=impatient(folder, two[1]))
     seen = Command(lab, folder / "own", "fleet", "attach", *two, machine=lab.hosts[3])
     seen.wait_for("^epoch 3/")
     lab.hosts[0].power_off()

@@ -104,7 +104,7 @@ def test_the_first_host_and_its_disk_are_lost_and_the_run_ends_with_the_same_wei
     yolofleet(folder, "train", "--data", data, *args, "--device", "cpu", "--name", "whole")
     whole = json.loads((folder / "runs/train/whole/results.json").read_text())
     with machines(3, private=[own], environment=session_of(folder)) as lab:
-        everywhere = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--save-steps", "1", "--restarts", "0")
+        everywhere = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--save-every", "1steps", "--restarts", "0")
         command = Command(lab, own, "train", "--data", data, *args, *everywhere)
         command.wait_for("epoch 3/")
         lab.hosts[0].power_off()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import SIZES, small_shapes, yolofleet
 from commands import SMALL_YOLOV5N as SMALL
-from desk import Command, agent_of, nothing_left, session_of, worker_of
+from desk import Command, agent_of, impatient, nothing_left, session_of, worker_of
 from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
@@ -54,7 +54,7 @@ def lab(folder: Path) -> Iterator[Lab]:
 
 def begun(lab: Lab, folder: Path, *more: str) -> Command:
     data = small_shapes(folder)
-    hosts = () if "--hosts" in more else HOSTS
+    hosts = () if "--hosts" in more or "--fleet" in more else HOSTS
     command = Command(lab, folder / "own", "train", "--data", data, *ARGS, *EPOCHS, *hosts, *more)
     command.wait_for("^epoch 3/")
     return command
@@ -127,7 +127,7 @@ def test_a_lost_host_of_three_that_train_dfine(lab: Lab, folder: Path) -> None:
 def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(
     lab: Lab, folder: Path, quiet_sha256: str
 ) -> None:
-    command = begun(lab, folder, "--host-timeout", "5")
+    command = begun(lab, folder, *impatient(folder, HOSTS[1]))
     lab.hosts[2].unplug()
     command.wait_for("started again as 2 processes")
     lab.hosts[2].plug()
@@ -151,7 +151,7 @@ def test_the_first_host_is_lost_and_still_has_the_lock_of_a_run_folder_that_all_
 ) -> None:
     lab, place = shared
     data = small_shapes(folder)
-    argv = ["train", "--data", data, *ARGS, *EPOCHS, *TWO, "--host-timeout", "5"]
+    argv = ["train", "--data", data, *ARGS, *EPOCHS, *impatient(folder, TWO[1])]
     command = Command(lab, place, *argv)
     command.wait_for("^epoch 3/")
     paused = list(lab.hosts[0].processes()) if is_paused else []
@@ -190,7 +190,7 @@ def test_a_link_that_is_down_for_ten_seconds_costs_no_restart(
 
 
 def test_a_spare_host_takes_the_place_of_a_lost_one(lab: Lab, folder: Path, quiet_sha256: str) -> None:
-    command = begun(lab, folder, *TWO, "--spares", "m3:cpu:1,m4:cpu:1", "--host-timeout", "5")
+    command = begun(lab, folder, *impatient(folder, f"{TWO[1]},m3:cpu:1:spare,m4:cpu:1:spare"))
     assert "warning: the spare host m4 is left out" in command.said
     lab.hosts[0].power_off()
     command.wait_for("started again as 2 processes")
@@ -211,7 +211,7 @@ def test_a_host_that_will_be_taken_away_leaves_the_others_to_it(
 
 
 def test_a_run_waits_for_the_hosts_that_it_needs(lab: Lab, folder: Path, quiet_sha256: str) -> None:
-    command = begun(lab, folder, *TWO, "--min-hosts", "2", "--host-timeout", "5")
+    command = begun(lab, folder, *impatient(folder, TWO[1]), "--min-devices", "2")
     lab.hosts[1].unplug()
     command.wait_for("too few hosts are left: waiting 10 minutes for m2")
     lab.hosts[1].plug()
@@ -241,7 +241,7 @@ def test_spares_with_another_torch_or_other_data_are_left_out(lab: Lab, folder: 
     other.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13\n")
     lab.hosts[1].run("mount", "--bind", other, metadata)  # on that machine alone
     lab.hosts[2].run("sh", "-c", f"rm '{here}'/labels/train/*1.txt")
-    hosts = ("--hosts", "m1:cpu:1", "--spares", "m2:cpu:1,m3:cpu:1")
+    hosts = ("--hosts", "m1:cpu:1,m2:cpu:1:spare,m3:cpu:1:spare")
     command = Command(
         lab, folder / "own", "train", "--data", here / "data.yaml", *ARGS, "--epochs", "1", *hosts
     )

@@ -23,7 +23,7 @@ from machines import CARD, Lab, Machine, machines
 from yolofleet.cli.app import run
 
 DEADLINE_S = 900
-STEPS = ["--epochs", "8", "--max-steps", "24", "--save-steps", "2", "--val-period", "0", "--threads", "1", "--device", "cpu",
+STEPS = ["--epochs", "8", "--max-steps", "24", "--save-every", "2steps", "--val-period", "0", "--threads", "1", "--device", "cpu",
          "--reduce", "exact"]  # fmt: skip
 
 

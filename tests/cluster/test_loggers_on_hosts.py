@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL_YOLOV5N as SMALL
 from commands import small_shapes
-from desk import Command, session_of
+from desk import Command, impatient, session_of
 from logger_stores import agree, table, tensorboard_rows
 from machines import Lab, machines
 
@@ -51,11 +51,11 @@ def test_the_rows_of_a_run_that_loses_its_first_host(
         spec = importlib.util.find_spec("tensorboard")
         assert spec is not None and spec.origin is not None
         lab.hosts[1].run("mount", "-t", "tmpfs", "tmpfs", Path(spec.origin).parent)
-    args = ["--data", data, *SMALL, "--threads", "1", "--epochs", str(LAST), "--save-steps", "1"]
+    args = ["--data", data, *SMALL, "--threads", "1", "--epochs", str(LAST), "--save-every", "1steps"]
     command = Command(
         lab,
         own,
-        *("train", *args, "--log", "tensorboard", *HOSTS, "--host-timeout", "5"),
+        *("train", *args, "--log", "tensorboard", *impatient(folder, HOSTS[1])),
         variables={"MLFLOW_TRACKING_PASSWORD": OF_THE_DESK},
     )
     command.wait_for("^epoch 3/")

@@ -16,7 +16,7 @@ from guides import ROOT
 
 pytest.importorskip("ray.train", reason="Ray is not installed (pip install 'yolofleet[ray]')")
 SETTINGS = {"model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "plots": False, "epochs": 6,
-            "max_steps": 24, "save_steps": 2, "val_period": 0, "threads": 1, "reduce": "exact"}  # fmt: skip
+            "max_steps": 24, "save_every": "2steps", "val_period": 0, "threads": 1, "reduce": "exact"}  # fmt: skip
 HERE = {
     '{"data": "/shared/coco.yaml", "model": "yolov5s", "batch": 128}': "json.loads(sys.argv[1])",
     '"/shared/runs"': "sys.argv[2]",

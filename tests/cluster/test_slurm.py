@@ -24,7 +24,7 @@ from machines import CARD, Lab, machines
 from slurm_lab import Slurm, slurm
 
 pytestmark = pytest.mark.skipif(bool(slurm_lab.missing()), reason=slurm_lab.missing())
-STEPS = [*SMALL, "--epochs", "8", "--max-steps", "24", "--save-steps", "2", "--val-period", "0", "--threads", "1",
+STEPS = [*SMALL, "--epochs", "8", "--max-steps", "24", "--save-every", "2steps", "--val-period", "0", "--threads", "1",
          "--device", "cpu", "--reduce", "exact"]  # fmt: skip
 TRAIN = ["-m", "yolofleet", "train", *STEPS]
 DEADLINE_S = 900

@@ -48,7 +48,9 @@ def lab(folder: Path, data: Path) -> Iterator[Lab]:
 
 
 def study_args(folder: Path, data: Path | str, *more: str | Path) -> list[str | Path]:
-    args = train_args(data, *YOLOV5N, "--set", "warmup_epochs=0", "--save-steps", "1", "--epochs", "4", *more)
+    args = train_args(
+        data, *YOLOV5N, "--set", "warmup_epochs=0", "--save-every", "1steps", "--epochs", "4", *more
+    )
     return ["tune", *args[1:], "--space", folder / "space.yaml", "--trials", "4", "--generation", "3"]
 
 

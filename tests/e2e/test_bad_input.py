@@ -141,7 +141,7 @@ def end(process: subprocess.Popen[str], *, code: int) -> Outcome:
 @contextmanager
 def training(here: Path, *more: str | Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
     """An endless training under way: its launcher, run folder and all its processes."""
-    endless = ["--epochs", "100000", "--val-period", "0", "--save-period", "0", "--save-minutes", "0"]
+    endless = ["--epochs", "100000", "--val-period", "0", "--save-every", "0"]
     process = started(here, *train("set", *more, *endless))
     run = here / "runs" / "train" / "exp"
     processes: list[int] = []
@@ -370,7 +370,7 @@ def test_a_disk_of_the_cache_that_is_full(cli, here, monkeypatch):
     with disk(here / "disk", 64 << 10) as small:
         monkeypatch.setenv("YOLOFLEET_CACHE", str(small / "cache"))
         told = cli("data", "check", f"file://{here / 'many'}/", code=3).err
-        assert "YOLOFLEET_CACHE" in told and "--disk-cache" in told and "--project" not in told
+        assert "YOLOFLEET_CACHE" in told and "YOLOFLEET_DISK_CACHE" in told and "--project" not in told
         assert not list(small.rglob("*.tmp"))
     monkeypatch.setenv("YOLOFLEET_CACHE", str(here / "cache"))
     cli("data", "check", f"file://{here / 'many'}/", code=0)
@@ -524,7 +524,9 @@ def test_a_closed_terminal_saves_the_state(here, cli, device):
     if not pid:
         os.chdir(here)
         command = [sys.executable, "-m", "yolofleet", *map(str, words), "--epochs", "100000"]
-        os.execve(sys.executable, [*command, "--val-period", "0", "--save-period", "0"], environment(here))
+        os.execve(
+            sys.executable, [*command, "--val-period", "0", "--save-every", "0epochs"], environment(here)
+        )
     os.set_blocking(terminal, False)
     processes = [pid]
 

@@ -26,7 +26,17 @@ def run(folder: Path) -> Path:
     """Three steps, then in the same folder a new run of two."""
     data = small_shapes(folder, images=16, val_images=4)
     for steps, seed in ((3, 1), (2, 2)):
-        args = ("--max-steps", steps, "--seed", seed, "--save-steps", 1, "--name", "used", "--exist-ok")
+        args = (
+            "--max-steps",
+            steps,
+            "--seed",
+            seed,
+            "--save-every",
+            "1steps",
+            "--name",
+            "used",
+            "--exist-ok",
+        )
         in_ranks(folder, 1, *train_args(data, *map(str, args)))
     return folder / "runs" / "train" / "used"
 

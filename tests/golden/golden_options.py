@@ -18,8 +18,7 @@ from commands import called
 import yolofleet
 from yolofleet.cli.app import APP
 from yolofleet.config.recipe import load_recipe, recipe_names
-from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
-from yolofleet.config.schema import Frozen, flag_of, group_of, may_be_in_files
+from yolofleet.config.schema import Frozen, flag_of, may_be_in_files, rules_of
 from yolofleet.config.spellings import SPELLINGS
 from yolofleet.data.datasets.labels import KINDS
 from yolofleet.families.networks.description import preset_names
@@ -97,8 +96,7 @@ def _setting(path: str, flags: str, model: type[Frozen], name: str) -> str:
     field = model.model_fields[name]
     words = [flags, *_type(model, name), f"files {'yes' if may_be_in_files(field) else 'no'}"]
     if path == "yolofleet train":
-        fixed = group_of(field) in FIXED_GROUPS and name not in MAY_CHANGE
-        words.append(f"resume {'as before' if fixed else 'may change'}")
+        words.append(f"resume {'as before' if rules_of(field).fixed is True else 'may change'}")
     if flag_of(name, field) != "--" + name.replace("_", "-"):
         words.append(f"named {name} in files and in Python")
     return "  ".join(words)

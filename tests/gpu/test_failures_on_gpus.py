@@ -79,7 +79,7 @@ def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(
     data, run = small_shapes(tmp_path), tmp_path / "runs/train/signalled"
     common = ("--model", model, *STEPS)
     yolofleet(tmp_path, *train_args(data, *common, "--device", ONE, "--name", "whole"))
-    more = ("--device", devices, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
+    more = ("--device", devices, "--name", run.name, "--save-every", "2steps", "--stall-s", str(STALL_S))
     ended = disturbed(tmp_path, run, train_args(data, *common, *more), lambda pid: os.kill(pid, sent))
     if sent is signal.SIGTERM:  # a request: the step under way ends on all ranks, and the state is saved
         assert ended.code == 75, ended.err

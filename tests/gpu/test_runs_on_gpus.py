@@ -76,7 +76,7 @@ def test_fp16_learns_what_fp32_learns(tmp_path: Path, data: Path) -> None:
     assert losses(tmp_path, "half") == pytest.approx(losses(tmp_path, "full"), rel=0.05)
 
 
-@pytest.mark.parametrize("more", [("--precision", "bf16"), ("--no-channels-last",), ("--optimizer", "AdamW")])
+@pytest.mark.parametrize("more", [("--precision", "bf16"), ("--optimizer", "AdamW")])
 def test_other_settings_learn_what_the_cpu_learns(tmp_path: Path, data: Path, more: tuple[str, ...]) -> None:
     here = () if more[0] == "--precision" else more
     trained(tmp_path, "gpu", data, *LONG, "--precision", "fp32", "--device", ONE, *more)
@@ -101,12 +101,10 @@ def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, preci
     more = ("--deterministic", "--micro-batch", "4", "--epochs", "3", "--device", ONE)
     more += ("--model", model, "--precision", precision, *ONE_SIZE)
     found = []
-    for graphs in ("on", "off"):
-        done = yolofleet(
-            tmp_path, *train_args(data, *YOLOV5N, "--name", graphs, "--cuda-graphs", graphs, *more)
-        )
-        assert ("CUDA graphs" in done.out) == (graphs == "on")
-        found.append(results(tmp_path / "runs/train" / graphs)["weights_sha256"])
+    for passes in ("graphs", "plain"):
+        done = yolofleet(tmp_path, *train_args(data, *YOLOV5N, "--name", passes, "--passes", passes, *more))
+        assert ("CUDA graphs" in done.out) == (passes == "graphs")
+        found.append(results(tmp_path / "runs/train" / passes)["weights_sha256"])
     assert found[0] == found[1]
 
 
@@ -116,8 +114,12 @@ def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, preci
         ("--optimizer", "Adam"),
         ("--optimizer", "AdamW"),
         ("--precision", "bf16"),
-        ("--multi-scale",),
-        ("--no-channels-last",),
+        (
+            "--set",
+            "size_low=0.5",
+            "--set",
+            "size_high=1.5",
+        ),
         ("--freeze", "backbone"),
     ],
     ids=" ".join,
@@ -134,16 +136,15 @@ def check_a_kill(folder: Path, data: Path, more: tuple[str, ...], *, resume_on: 
     whole = trained(folder, "whole", data, *more)
     assert math.isfinite(losses(folder, "whole"))
     killed = folder / "runs/train/killed"
-    saving = ("--name", "killed", "--save-steps", "4", "--keep-last", "9")
+    saving = ("--name", "killed", "--save-every", "4steps", "--keep-last", "9")
     killed_at_step(folder, 8, killed, *train_args(data, *YOLOV5N, *more, *saving))
     yolofleet(folder, "train", "--resume", killed, *resume_on)
     assert results(killed)["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_loader_processes_and_pinned_memory_change_no_bit(tmp_path: Path, data: Path) -> None:
+def test_loader_processes_change_no_bit(tmp_path: Path, data: Path) -> None:
     alone = bits(tmp_path, "alone", data, "--device", ONE, "--workers", "0")
-    for name, more in {"pinned": ("--pin-memory",), "pageable": ("--no-pin-memory",)}.items():
-        assert bits(tmp_path, name, data, "--device", ONE, "--workers", "2", *more) == alone, name
+    assert bits(tmp_path, "loaded", data, "--device", ONE, "--workers", "2") == alone
 
 
 def test_validation_gives_the_figures_of_the_cpu(tmp_path: Path, data: Path) -> None:
@@ -218,7 +219,7 @@ def test_three_processes_on_one_gpu_give_the_bits_of_one(tmp_path: Path, data: P
         "equal": (),
         "uneven": ("--shares", "4,2,1"),
         "idle": ("--shares", "2,0,1"),
-        "graphs": ("--shares", "2,1,1", *(("--cuda-graphs", "on") if KIND == "cuda" else ())),
+        "graphs": ("--shares", "2,1,1", *(("--passes", "graphs") if KIND == "cuda" else ())),
     }.items():
         assert bits(tmp_path, name, data, *common, "--device", shared_by(3), *more) == one, name
 

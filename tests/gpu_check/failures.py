@@ -26,8 +26,8 @@ LENGTH = [
     "0",
     "--reduce",
     "exact",
-    "--save-steps",
-    "1",
+    "--save-every",
+    "1steps",
     "--keep-last",
     "9",
 ]

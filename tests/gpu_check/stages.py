@@ -213,7 +213,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("speed-bf16", "speed", "yolov5s in bf16", 40, 4, speed("yolov5s", "--precision", "bf16"), no_bfloat16),
     Stage("speed-yolov3", "speed", "yolov3", 70, 10, speed("yolov3"), not_on_cpus),
     Stage("speed-ppyoloe", "speed", "ppyoloe-s", 45, 5, speed("ppyoloe-s"), not_on_cpus),
-    Stage("compile", "features", "--compile", 240, 240, feature("--compile"), not_on_cpus),
+    Stage("compile", "features", "--passes compiled", 240, 240, feature("--passes", "compiled"), not_on_cpus),
     Stage("tests-runs", "tests", "tests/gpu: whole runs and failures", 400, 1200,
           gpu_tests("test_runs_on_gpus.py", "test_failures_on_gpus.py"), no_tests),
 )  # fmt: skip

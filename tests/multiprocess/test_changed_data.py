@@ -147,7 +147,7 @@ def test_a_restart_over_other_shards_is_refused_until_it_is_accepted(
     said = restarted(tmp_path, 1, *command, code=3)
     assert "from : the start after a failure" in said
     assert "20 changed: images/train/000000.png (other content), " in said and "and 16 more" in said
-    said = restarted(tmp_path, 2, *command, "--accept-changed-data")
+    said = restarted(tmp_path, 2, *command, "--allow", "changed-data")
     assert "warning: the run goes on with another data set: 20 changed: images/train/000000.png" in said
 
 
@@ -169,11 +169,11 @@ def check_refused_then_accepted(changed_run: ChangedRun) -> None:
     said = changed_run.resumed(code=3)
     assert "differs from the data set of the run: " in said and "images/train/000000.png" in said
     assert sorted(path.name for path in (changed_run.run / "checkpoints").glob("step-*")) == states
-    said = changed_run.resumed("--accept-changed-data", "--epochs", "41")
+    said = changed_run.resumed("--allow", "changed-data", "--epochs", "41")
     assert "warning: the run goes on with another data set: " in said
     said = changed_run.resumed("--epochs", "42")
     assert "warning: the run goes on" not in said
-    assert "note: the data set has changed (--accept-changed-data) after step" in said
+    assert "note: the data set has changed (--allow changed-data) after step" in said
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_each_host_compares_its_own_copy(tmp_path: Path, data: Path) -> None:
     image.touch()
     assert "warning" not in trained("--resume", str(run), "--epochs", "2")
     image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    said = trained("--resume", str(run), "--epochs", "3", "--accept-changed-data", code=3)
+    said = trained("--resume", str(run), "--epochs", "3", "--allow", "changed-data", code=3)
     # with or without the option, what the ranks learn from must be one data set
     assert "1 changed: images/train/000003.png (other content) (only on " in said
     image.write_bytes(content + b"longer")

@@ -1,4 +1,4 @@
-"""``--compile``: the compiled network learns what the network learns, on one and on two processes, and after a resume."""
+"""``--passes compiled``: the compiled network learns what the network learns, on one and on two processes, and after a resume."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from yolofleet.support.errors import ConfigError
 
 STEPS = 4
 SMALL_DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
+COMPILED = ("--passes", "compiled")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_compiled_processes_learn_what_one_learns_up_to_rounding(
     folder: Path, eager: dict[str, torch.Tensor], device: str
 ) -> None:
     name = f"compiled-{device.count('2')}"
-    yolofleet(folder, *arguments(name, "--compile", device=device))
+    yolofleet(folder, *arguments(name, *COMPILED, device=device))
     assert_equal_up_to_rounding(weights(folder, name), eager)
     assert any((folder / "cache" / "compiled").iterdir()), "not in a folder that other users can write"
 
@@ -71,7 +72,7 @@ def test_a_compiled_network_that_reads_targets_learns_the_same(folder: Path) -> 
     argv += ["--recipe-class", f"{SMALL_DETR.name}:Small", "--model", "dfine-toy", "--optimizer", "SGD"]
     argv += ["--set", "lr0=0.01", "--set", "size_low=1", "--set", "size_high=1"]
     yolofleet(folder, *argv)
-    yolofleet(folder, *argv, "--name", "detr-compiled", "--compile")
+    yolofleet(folder, *argv, "--name", "detr-compiled", *COMPILED)
     assert_equal_up_to_rounding(weights(folder, "detr-compiled"), weights(folder, "detr"))
 
 
@@ -79,37 +80,37 @@ def test_a_compiled_network_that_reads_targets_learns_the_same(folder: Path) -> 
 def test_compiled_passes_of_several_micro_batches_learn_the_same(
     folder: Path, eager: dict[str, torch.Tensor]
 ) -> None:
-    yolofleet(folder, *arguments("together", "--compile", "--micro-batches-per-pass", "2"))
+    yolofleet(folder, *arguments("together", *COMPILED, "--micro-batches-per-pass", "2"))
     assert_equal_up_to_rounding(
         weights(folder, "together"), eager
     )  # also the statistics of both micro-batches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("begins", "ends"), [("--compile", "--no-compile"), ("--no-compile", "--compile")])
+@pytest.mark.parametrize(("begins", "ends"), [("compiled", "plain"), ("plain", "compiled")])
 def test_a_resumed_run_may_begin_or_end_to_compile(
     folder: Path, eager: dict[str, torch.Tensor], begins: str, ends: str
 ) -> None:
     name = f"resumed{begins}"
-    yolofleet(folder, *arguments(name, begins, steps=2))
-    done = yolofleet(folder, *resumed(name, ends))
+    yolofleet(folder, *arguments(name, "--passes", begins, steps=2))
+    done = yolofleet(folder, *resumed(name, "--passes", ends))
     assert "last bits may differ from the run so far: compile was" in done.out + done.err
     assert_equal_up_to_rounding(weights(folder, name), eager)
 
 
 @pytest.mark.slow
 def test_exact_sums_cannot_continue_a_compiled_run(folder: Path) -> None:
-    yolofleet(folder, *arguments("then-exact", "--compile", steps=1))
+    yolofleet(folder, *arguments("then-exact", *COMPILED, steps=1))
     done = yolofleet(folder, *resumed("then-exact", "--reduce", "exact"), code=ConfigError.exit_code)
-    assert "--compile and --reduce exact are mutually exclusive" in done.err
+    assert "--passes compiled and --reduce exact are mutually exclusive" in done.err
 
 
 @pytest.mark.slow
 def test_a_recipe_that_changes_the_image_size_is_refused(folder: Path) -> None:
     done = yolofleet(
-        folder, *arguments("sizes", "--compile", "--set", "size_low=0.5"), code=ConfigError.exit_code
+        folder, *arguments("sizes", *COMPILED, "--set", "size_low=0.5"), code=ConfigError.exit_code
     )
-    assert "--compile and a recipe with images of 0.5 to 1 x --img" in done.err
+    assert "--passes compiled and a recipe with images of 0.5 to 1 x --img" in done.err
 
 
 def test_a_machine_that_cannot_compile_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +119,11 @@ def test_a_machine_that_cannot_compile_is_told_so(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(torch, "compile", without_compiler)
     with working_in(folder):
-        done = called(*arguments("nothing", "--compile"))
+        done = called(*arguments("nothing", *COMPILED))
     assert done.code == ConfigError.exit_code
     assert "cannot compile the network on cpu" in done.err
     assert "No working C++ compiler found" in done.err
-    assert "leave out --compile" in done.err
+    assert "leave out --passes" in done.err
     assert "Traceback" not in done.err
 
 

@@ -118,7 +118,7 @@ def test_measured_shares_give_each_rank_work_after_steps_that_have_one_micro_bat
 )
 def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str) -> None:
     more = [
-        "--optimizer-class" if ":" in optimizer else "--optimizer",
+        "--optimizer",
         optimizer,
         *(["--set", "lr0=0.001"] if optimizer != "SGD" else []),
     ]
@@ -134,14 +134,31 @@ def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str
 @needs_proc
 def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one(folder: Path) -> None:
     """4 -> 3 -> 2 -> 1 processes, killed in mid-epoch at random steps (an epoch is 3 steps of 16 images)."""
-    args = ["--data", folder / "shapes" / "data.yaml", *YOLOV5, *JOB, "--epochs", "4", "--save-steps", "1"]
+    args = [
+        "--data",
+        folder / "shapes" / "data.yaml",
+        *YOLOV5,
+        *JOB,
+        "--epochs",
+        "4",
+        "--save-every",
+        "1steps",
+    ]
     kill_chain(folder, args, random.Random(11), steps=range(1, 4))
 
 
 @pytest.mark.slow
 def test_killed_three_times_at_the_size_of_the_demo(folder: Path) -> None:
     make_shapes(folder / "demo", seed=0)
-    args = ["--data", folder / "demo" / "data.yaml", *DEMO_JOB, "--reduce", "exact", "--save-steps", "37"]
+    args = [
+        "--data",
+        folder / "demo" / "data.yaml",
+        *DEMO_JOB,
+        "--reduce",
+        "exact",
+        "--save-every",
+        "37steps",
+    ]
     kill_chain(folder, args, random.Random(5), steps=range(80, 300), name="demo")
 
 

@@ -67,7 +67,7 @@ def test_a_run_outlives_the_machine_of_rank_0(tmp_path: Path, machines: Machines
     in_ranks(tmp_path, 1, *args)
     whole = results(tmp_path / "runs/train/run")
 
-    ranks = machines.start("abc", *args, "--save-steps", "1", "--checkpoint-copies", "3")
+    ranks = machines.start("abc", *args, "--save-every", "1steps", "--checkpoint-copies", "3")
     deadline_s = time.monotonic() + DEADLINE_S
     while not machines.runs["b"].joinpath("weights/best.safetensors").exists():
         assert time.monotonic() < deadline_s and ranks[0].poll() is None, machines.logs()
@@ -98,7 +98,9 @@ def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
     tmp_path: Path, machines: Machines
 ) -> None:
     data = small_shapes(tmp_path, images=16, val_images=4)
-    args = train_args(data, "--epochs", "10000", "--val-period", "0", "--save-steps", "1", "--name", "run")
+    args = train_args(
+        data, "--epochs", "10000", "--val-period", "0", "--save-every", "1steps", "--name", "run"
+    )
     ranks = machines.start("ab", *args)
     try:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -129,7 +131,7 @@ def test_the_user_is_told_once_that_the_disk_of_the_copy_refuses(tmp_path: Path,
         if os.environ["RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
-    args = train_args(small_shapes(tmp_path), *LONG, "--save-period", "1")
+    args = train_args(small_shapes(tmp_path), *LONG, "--save-every", "1epochs")
     ranks = machines.start("ab", *args, first=with_a_full_disk)
     try:
         assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0], machines.logs()

@@ -20,7 +20,7 @@ RUN = [
     "train", "--data", "small shapes/data.yaml", "--recipe-class", "small_detr.py:Small", "--img", "64",
     *("--batch", "10", "--nominal-batch", "10", "--micro-batch", "2", "--optimizer", "AdamW", "--set", "lr0=0.001"),
     *("--no-plots", "--workers", "0", "--threads", "1", "--epochs", "2", "--reduce", "exact"),
-    *("--save-steps", "1", "--keep-last", "9"),
+    *("--save-every", "1steps", "--keep-last", "9"),
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from yolofleet.support.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses all addresses of loopback, and /proc")
 STEPS = 150
-ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--save-minutes", "0"]
+ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--save-every", "0min"]
 SLOW = """
 import time
 from pathlib import Path
@@ -196,7 +196,7 @@ def test_a_script_that_trains_twice_goes_on_with_the_second_run(place: Path) -> 
     ]
     runs = place / "runs" / "train"
     with subprocess.Popen(
-        [sys.executable, *torchrun, *train(place, "pair", 12), "--save-steps", "1", "--device", "cpu"],
+        [sys.executable, *torchrun, *train(place, "pair", 12), "--save-every", "1steps", "--device", "cpu"],
         cwd=place,
         env=environment(place),
         stdout=subprocess.PIPE,

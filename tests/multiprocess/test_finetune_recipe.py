@@ -89,7 +89,7 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
         "--device",
         "cpu:2",
     ]
-    with started(folder, *argv, "--save-steps", "1", "--name", "killed", err=subprocess.STDOUT) as run:
+    with started(folder, *argv, "--save-every", "1steps", "--name", "killed", err=subprocess.STDOUT) as run:
         said = ""
         for line in run.stdout or ():
             said += line

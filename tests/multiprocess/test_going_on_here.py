@@ -154,7 +154,7 @@ def test_a_torchrun_of_the_user_that_restarts_its_workers_continues_the_run(tmp_
         "-m",
         "yolofleet",
     ]
-    own = ["--device", "cpu", "--save-steps", "1", "--name", "restarted"]
+    own = ["--device", "cpu", "--save-every", "1steps", "--name", "restarted"]
     args = ["train", "--data", data, *ARGS, *epochs, *own]
     with subprocess.Popen(
         [sys.executable, *torchrun, *map(str, args)],

@@ -529,10 +529,10 @@ def test_an_mlflow_server_has_the_rows_and_a_resumed_run_continues_there(
 ) -> None:
     address, _ = mlflow_server
     data = small_shapes(tmp_path, images=8, val_images=4)
-    server = ["--log-server", f"mlflow={address}"]
+    server = ["--log", f"mlflow={address}"]
     run = tmp_path / "runs" / "train" / "exp"
     with working_in(tmp_path):
-        first = called(*train_args(data, "--log", "mlflow", *server, "--device", "cpu"))
+        first = called(*train_args(data, *server, "--device", "cpu"))
         again = called("train", "--resume", run, "--epochs", "3", *server)
     assert (first.code, again.code) == (0, 0), first.err + again.err
     agree(mlflow_rows(run, address), table(run))

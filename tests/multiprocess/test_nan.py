@@ -61,7 +61,17 @@ def bad_tensors(run: Path) -> list[str]:
 
 
 # 15 steps; the faults are those of FAULTY
-EXACT = ["--reduce", "exact", "--epochs", "6", "--save-steps", "2", "--val-period", "0", "--no-autoanchor"]
+EXACT = [
+    "--reduce",
+    "exact",
+    "--epochs",
+    "6",
+    "--save-every",
+    "2steps",
+    "--val-period",
+    "0",
+    "--no-autoanchor",
+]
 TWICE = "overflow:3,8"
 
 
@@ -90,7 +100,7 @@ def test_files_written_after_an_overflow_in_an_activation_are_finite(
     folder: Path, data: Path, rule: str
 ) -> None:
     name = f"overflow {rule[:4]}"
-    args = train_args(data, "--save-steps", "1", "--name", name, "--on-nan", rule)
+    args = train_args(data, "--save-every", "1steps", "--name", name, "--on-nan", rule)
     said = faulty(folder, "overflow:2", *args, ranks=2)
     assert "the gradient of step 2 is not finite" in said
     run = folder / "runs/train" / name
@@ -101,7 +111,7 @@ def test_a_state_that_is_not_finite_is_not_written_and_the_run_goes_on_from_the_
     folder: Path, data: Path
 ) -> None:
     run = folder / "runs/train/weight"
-    args = train_args(data, "--save-steps", "1", "--name", "weight", "--on-nan", "skip:9")
+    args = train_args(data, "--save-every", "1steps", "--name", "weight", "--on-nan", "skip:9")
     said = faulty(folder, "weight:2", *args, code=5, ranks=2)
     assert (
         "NumericsError: the training state after step 2 has NaN or infinity in model/model.0.conv.weight"
@@ -119,7 +129,7 @@ def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: P
     whole = trained(folder, data, "whole", "--on-nan", "skip:3")
     said = faulty(folder, TWICE, *train_args(data, *EXACT, "--name", "ended"), code=5)
     assert "the gradient of step 3 is not finite" in said
-    # of --save-steps 2, or of the end of the epoch if it was written in time
+    # of --save-every 2steps, or of the end of the epoch if it was written in time
     assert re.search(r"step-0000000[23]\.safetensors", said), said
     run = folder / "runs/train/ended"
     faulty(folder, TWICE, "train", "--resume", run, "--on-nan", "skip:3", ranks=2)
@@ -133,7 +143,7 @@ def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: P
     back = [(event["step"], event["why"]) for event in events_of(one, "rollback")]
     assert [step for step, _ in back] == [2, 8]
     assert back == [(event["step"], event["why"]) for event in events_of(two, "rollback")]
-    assert all(step % 2 == 0 for step, _ in back), "--save-steps 2, and an epoch of two or three steps"
+    assert all(step % 2 == 0 for step, _ in back), "--save-every 2steps, and an epoch of two or three steps"
     assert results(one)["weights_sha256"] == results(two)["weights_sha256"]
     assert results(one)["steps"] == 15
     with (one / "results.csv").open() as file:
@@ -152,7 +162,7 @@ def test_steps_that_a_rollback_left_out_stay_left_out_after_a_resume(folder: Pat
 
 @pytest.mark.slow
 def test_a_rollback_without_a_checkpoint_ends_the_run(folder: Path, data: Path) -> None:
-    args = [*EXACT, "--save-steps", "0", "--save-period", "0", "--save-minutes", "0", "--name", "none"]
+    args = [*EXACT, "--save-every", "0", "--name", "none"]
     said = faulty(folder, TWICE, *train_args(data, *args, "--on-nan", "rollback"), code=5)
     assert "is not finite" in said and "no checkpoint of this run to go back to" in said
 
@@ -165,8 +175,8 @@ def test_a_run_that_diverges_ends_after_a_few_rollbacks(folder: Path, data: Path
         "warmup_epochs=0",
         "--set",
         "box=1e25",
-        "--save-steps",
-        "1",
+        "--save-every",
+        "1steps",
         "--nominal-batch",
         "4",
         "--batch",

@@ -30,7 +30,7 @@ def test_the_next_attempt_goes_on_although_rank_0_of_the_last_one_is_paused_and_
     tmp_path: Path,
 ) -> None:
     options = ["--epochs", "12", "--threads", "1", "--reduce", "exact", "--val-period", "0"]
-    saves = ["--save-period", "1", "--keep-last", "2", "--name", "quiet"]
+    saves = ["--save-every", "1epochs", "--keep-last", "2", "--name", "quiet"]
     in_ranks(tmp_path, 1, "train", "--data", small_shapes(tmp_path), *SMALL, *options, *saves)
     quiet, run = tmp_path / "runs/train/quiet", tmp_path / "runs/train/paused"
     (run / "logs").mkdir(parents=True)

@@ -28,7 +28,7 @@ from yolofleet.training import loop, validations
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have loaded torch")
 # 20 images in steps of 8: an epoch ends within a step
 RUN = ["--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "2", "--epochs", "3", "--threads", "1",
-       "--workers", "0", "--reduce", "exact", "--no-plots", "--save-steps", "1", "--keep-last", "99"]  # fmt: skip
+       "--workers", "0", "--reduce", "exact", "--no-plots", "--save-every", "1steps", "--keep-last", "99"]  # fmt: skip
 KILLED_AFTER = 4  # steps, in the middle of the second epoch
 LOW = "lr0=0.001 warmup_bias_lr=0 warmup_epochs=0"  # rates that every optimizer and family stands
 FAMILIES = ("yolov5n", "yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s")
@@ -87,7 +87,7 @@ ALBUMENTATIONS = pytest.param(
 )
 # many parts at once, for every change of the code
 TOGETHER = {
-    "images": f"--image-weights --fraction 0.9 --optimizer-class pytorch_optimizer:Lamb --freeze *.0.bn.* "
+    "images": f"--image-weights --fraction 0.9 --optimizer pytorch_optimizer:Lamb --freeze *.0.bn.* "
     f"{values(f'copy_paste=0.5 cutout=0.5 mosaic9=0.3 mixup=0.3 close_mosaic=1 lr_layer_decay=0.8 {LOW}')}",
     "steps": f"--rect --sampler repeat-factor --optimizer NAdam --lr-schedule constant "
     f"--weights other.safetensors {values(f'repeat_threshold=0.9 lr_factors=backbone:0.5 {LOW}')}",
@@ -185,7 +185,7 @@ def test_one_process_two_and_a_killed_run_train_the_same_weights(
     ran(folder, [*args, "--name", f"{name} two"], processes=2)
     ran(folder, [*args, "--name", f"{name} killed"], processes=2, killed=True)
     own = [word for word in given if ":Lamb" in word]
-    code = ["--optimizer-class", *own] if own else []  # a resume loads only code that is named again
+    code = ["--optimizer", *own] if own else []  # a resume loads only code that is named again
     ran(folder, ["train", "--resume", f"runs/train/{name} killed", *code])
     one, two, killed = (results(folder / "runs/train" / f"{name} {run}") for run in ("one", "two", "killed"))
     assert one["steps"] > KILLED_AFTER

@@ -47,7 +47,7 @@ def test_a_run_of_minutes_on_two_processes_is_the_run_on_one_with_its_last_step(
 @needs_proc
 def test_the_minutes_of_a_killed_run_count_and_more_minutes_go_on(folder: Path, data: Path) -> None:
     run = folder / "runs/train/killed"
-    args = train_args(data, *IN_TIME, "--minutes", "0.1", "--save-steps", "2", "--name", run.name)
+    args = train_args(data, *IN_TIME, "--minutes", "0.1", "--save-every", "2steps", "--name", run.name)
     killed_at_step(folder, 6, run, *args, "--device", "cpu")
     yolofleet(folder, "train", "--resume", run, "--device", "cpu:2")
     first = results(run)

@@ -26,7 +26,7 @@ def status(folder: RunFolder) -> dict:
 def test_a_run_saves_and_stops_on_request_and_goes_on_when_it_is_resumed(tmp_path: Path, ranks: int) -> None:
     args = train_args(small_shapes(tmp_path), "--epochs", "100000", "--val-period", "0", "--reduce", "exact")
     folder = RunFolder(tmp_path / "runs" / "train" / "exp")
-    saving = ("--device", "cpu", "--save-period", "0", "--save-minutes", "0")
+    saving = ("--device", "cpu", "--save-every", "0")
     log = tmp_path / "log"
     processes = started_ranks([tmp_path] * ranks, *args, *saving, home=tmp_path, log=log)
 

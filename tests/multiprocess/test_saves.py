@@ -35,7 +35,7 @@ def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_
     data = small_shapes(tmp_path, images=16, val_images=4)
     run, whole = (tmp_path / "runs" / "train" / name for name in ("killed", "whole"))
     yolofleet(
-        tmp_path, *train_args(data, *LONG, "--name", whole.name, "--save-period", "1", "--device", "cpu")
+        tmp_path, *train_args(data, *LONG, "--name", whole.name, "--save-every", "1epochs", "--device", "cpu")
     )
     assert epochs_saved(whole) == list(range(1, EPOCHS + 1))
 

@@ -31,7 +31,7 @@ from yolofleet.runs.checkpoint.store import CheckpointStore
 from yolofleet.support.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
-SAVING = ("--save-steps", "1", "--reduce", "exact")
+SAVING = ("--save-every", "1steps", "--reduce", "exact")
 SLOW = """
 import time
 from yolofleet import Callback

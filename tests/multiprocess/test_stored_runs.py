@@ -185,17 +185,6 @@ def test_a_scheduler_repeats_one_command_on_machines_without_a_common_disk(
 
 
 @pytest.mark.slow
-def test_results_go_to_another_place(tmp_path: Path, data: Path, folder: Path, quiet: str) -> None:
-    _, address = store_of(tmp_path)
-    in_ranks(tmp_path, 1, "train", "--data", data, *ARGS, "--epochs", "2", "--results-to", address)
-    store = tmp_path / "store/run"
-    assert (store / "results.json").exists() and not (store / "checkpoints").exists()
-    said = in_ranks(tmp_path, 1, "train", "--resume", "runs/train/exp", "--epochs", "3")
-    assert f"the run is no longer copied to {address}"[:60] in said
-    in_ranks(tmp_path, 1, "train", "--resume", "runs/train/exp", "--epochs", "4", "--results-to", address)
-    assert rows(store) == ["1", "2", "3", "4"]
-
-
 def test_an_address_that_fails_ends_the_run_before_it_begins(tmp_path: Path, data: Path) -> None:
     (tmp_path / "file").touch()
     copied = ("--checkpoint-to", f"file://{tmp_path}/file/run")

@@ -16,7 +16,7 @@ TOY = Path(__file__).resolve().parents[1] / "toy_family" / "toy.py"
 CODE = ["--recipe-class", "toy.py:Toy"]
 SMALL = ["--img", "64", "--batch", "6", "--nominal-batch", "6", "--micro-batch", "2", "--no-plots", "--workers", "0"]  # fmt: skip
 RUN = ["train", "--data", "small shapes/data.yaml", "--model", "toy-n", *CODE, *SMALL, "--threads", "1"]
-RUN += ["--epochs", "2", "--reduce", "exact", "--save-steps", "1", "--keep-last", "9"]
+RUN += ["--epochs", "2", "--reduce", "exact", "--save-every", "1steps", "--keep-last", "9"]
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,10 @@ def weights_of(run: Path) -> str:
 @pytest.fixture(scope="module")
 def whole(folder: Path, data: Path) -> dict[str, Path]:
     """The same run on one and on two processes, never interrupted."""
-    in_ranks(folder, 1, *train_args(data, "--name", "one", "--save-steps", "2"))
-    yolofleet(folder, *train_args(data, "--device", "cpu:2", "--name", "two", "--save-steps", "2", "--plots"))
+    in_ranks(folder, 1, *train_args(data, "--name", "one", "--save-every", "2steps"))
+    yolofleet(
+        folder, *train_args(data, "--device", "cpu:2", "--name", "two", "--save-every", "2steps", "--plots")
+    )
     return {name: folder / "runs" / "train" / name for name in ("one", "two")}
 
 
@@ -87,7 +89,9 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     folder: Path, data: Path, whole: dict[str, Path], name: str, device: str
 ) -> None:
     run = folder / "runs" / "train" / f"killed {name}"
-    args = train_args(data, "--device", device, "--name", run.name, "--save-steps", "2", "--keep-last", "9")
+    args = train_args(
+        data, "--device", device, "--name", run.name, "--save-every", "2steps", "--keep-last", "9"
+    )
     killed_at_step(folder, 2, run, *args)
     assert not (run / "results.json").exists(), "it was to die before the end"
     reports = (run / "report.html", run / "report.json")
@@ -123,7 +127,7 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
 def test_a_validation_beside_the_training_changes_no_figure(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
-    args = train_args(data, "--save-steps", "2", "--val-overlap", "--name", "overlap")
+    args = train_args(data, "--save-every", "2steps", "--val-overlap", "--name", "overlap")
     assert "validation of epoch 1" in in_ranks(folder, 2, *args)
     runs = [whole["two"], folder / "runs" / "train" / "overlap"]
     rows = []

@@ -37,7 +37,7 @@ SPACE = "lr0: [0.001, 0.1, log]\nmomentum: [0.6, 0.98]\n"
 def tune_args(folder: Path, *more: str | Path) -> list[str | Path]:
     (folder / "space.yaml").write_text(SPACE)
     args = train_args(small_shapes(folder, images=16, val_images=8), "--set", "warmup_epochs=0", *more)
-    return ["tune", *args[1:], "--space", "space.yaml", "--save-steps", "1"]
+    return ["tune", *args[1:], "--space", "space.yaml", "--save-every", "1steps"]
 
 
 def table(study: Path) -> list[dict[str, str]]:

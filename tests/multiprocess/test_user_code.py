@@ -92,7 +92,7 @@ def test_callbacks_see_the_events_of_a_run(one: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 def test_two_processes_and_a_resumed_run_train_the_same_weights(folder: Path, one: Path) -> None:
     run = folder / "runs" / "train" / "two"
-    more = ["--name", "two", "--save-steps", "1", "--keep-last", "9"]
+    more = ["--name", "two", "--save-every", "1steps", "--keep-last", "9"]
     killed_at_step(folder, 2, run, *OWN_RUN, *more, ranks=2)
     for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
         state.unlink()

@@ -385,7 +385,7 @@ def test_slow_but_moving_long_jobs_and_a_pause_of_all_ranks_are_no_stalls(tmp_pa
 
 def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Path) -> None:
     data, run = small_shapes(tmp_path), tmp_path / "runs" / "train" / "stopped"
-    args = train_args(data, "--device", "cpu:2", "--name", run.name, "--save-steps", "2")
+    args = train_args(data, "--device", "cpu:2", "--name", run.name, "--save-every", "2steps")
     args += ["--epochs", "200", "--val-period", "0", "--restarts", "0"]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "yolofleet", *map(str, args), "--stall-s", str(STALL_S)],

@@ -19,6 +19,7 @@ from yolofleet.data.datasets.pack import shard, write_list
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.predict.sources import Source
 from yolofleet.storage import object_store
+from yolofleet.storage.caches import DISK_CACHE
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.storage.mirror import local_path
 from yolofleet.storage.mirrored import download
@@ -361,14 +362,18 @@ def quiet(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("files/data.yaml", ["--device", "cpu", "--workers", "1"]),
         ("shards", ["--device", "cpu:2", "--workers", "1"]),
-        ("shards", ["--device", "cpu:2", "--disk-cache", "0.0KB", "--cache", "none"]),
+        ("shards", ["--device", "cpu:2", "--cache", "none"]),
     ],
 )
 def test_every_form_and_fleet_gives_one_hash(
     faults: Faults, quiet: str, tmp_path: Path, form: str, more: list[str]
 ):
-    more = ["100KB" if word == "0.0KB" else word for word in more]  # less than the data set
-    done = yolofleet(tmp_path, "train", "--data", f"s3://{BUCKET}/{form}", *EXACT, *more, "--name", "a")
+    variables = {DISK_CACHE: "100KB"} if "--cache" in more else {}  # less than the data set
+    done = yolofleet(
+        tmp_path,
+        *("train", "--data", f"s3://{BUCKET}/{form}", *EXACT, *more, "--name", "a"),
+        variables=variables,
+    )
     assert sha(tmp_path, "a") == quiet and "Traceback" not in done.err
 
 
@@ -385,8 +390,12 @@ def test_a_training_goes_on_after_an_outage(faults: Faults, data: Path, quiet: s
 
     thread = threading.Thread(target=fail, daemon=True)
     thread.start()
-    more = ["--device", "cpu:2", "--stall-s", "5", "--cache", "none", "--disk-cache", "100KB"]
-    yolofleet(tmp_path, "train", "--data", f"s3://{BUCKET}/files", *EXACT, *more, "--name", "a")
+    more = ["--device", "cpu:2", "--stall-s", "5", "--cache", "none"]
+    yolofleet(
+        tmp_path,
+        *("train", "--data", f"s3://{BUCKET}/files", *EXACT, *more, "--name", "a"),
+        variables={DISK_CACHE: "100KB"},
+    )
     thread.join()
     log = (tmp_path / "runs" / "train" / "a" / "logs" / "agent.log").read_text()
     assert sha(tmp_path, "a") == quiet and "trying for 5 minutes" in log

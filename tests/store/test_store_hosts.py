@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from machines import Lab, Machine, machines, missing
 from server import BUCKET, Store
 
 from yolofleet.data.datasets.pack import shard
+from yolofleet.storage.caches import DISK_CACHE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots", "--workers", "1"]
@@ -144,12 +145,19 @@ def test_files_and_shards_give_one_hash_on_several_hosts(
         assert int(text.split()[0]) > 100, "each host has a cache of its own"
 
 
+def with_little_disk(folder: Path, hosts: Sequence[str]) -> tuple[str, str]:
+    """Return the options for hosts whose caches hold less than the data set; it writes a file."""
+    file = folder / "little.yaml"
+    file.write_text(f"defaults: {{env: {{{DISK_CACHE}: 100KB}}}}\nhosts: [{', '.join(hosts)}]\n")
+    return "--fleet", str(file)
+
+
 def test_a_host_is_lost_while_its_cache_fills(running: Running, folder: Path, quiet: dict[int, str]) -> None:
     running.store.limit_rate("8mbit")  # the first epochs read what the index has not kept
     command = running.command(
         folder,
-        *("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "20", "--hosts", ",".join(HOSTS)),
-        *("--disk-cache", "100KB", "--cache", "none"),
+        *("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "20", "--cache", "none"),
+        *with_little_disk(folder, HOSTS),
     )
     command.wait_for("^epoch 3/")
     running.lab.hosts[2].power_off()
@@ -164,17 +172,8 @@ def test_an_outage_of_a_minute_costs_no_restart(
 ) -> None:
     command = running.command(
         folder,
-        *(
-            "train",
-            "--data",
-            f"s3://{BUCKET}/shards",
-            *ARGS,
-            "--epochs",
-            "20",
-            "--hosts",
-            ",".join(HOSTS[:2]),
-        ),
-        *("--disk-cache", "100KB", "--cache", "none"),
+        *("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "20", "--cache", "none"),
+        *with_little_disk(folder, HOSTS[:2]),
     )
     command.wait_for("^epoch 3/")
     running.store.unplug()
@@ -209,7 +208,7 @@ def test_a_bucket_that_changes_is_not_mixed_into_a_run_of_two_hosts(
     resume = ("train", "--resume", "runs/train/exp", "--epochs", "21", *hosts)
     refused = running.command(folder, *resume)
     assert refused.end() == 3 and changed in refused.said, refused.said
-    accepted = running.command(folder, *resume, "--accept-changed-data")
+    accepted = running.command(folder, *resume, "--allow", "changed-data")
     assert accepted.end() == 0, accepted.said
     assert "warning: the run goes on with another data set: " in accepted.said, accepted.said
     assert weights_of(running, folder) != quiet[20]

@@ -51,7 +51,7 @@ from yolofleet.support.errors import ConfigError, NonFiniteError, Stopped, Yolof
 from yolofleet.support.text import inform
 
 # groups of settings of predict that decide the predictor, and not what happens with its predictions
-PREDICTOR_GROUPS = ("input", "method", "execution")
+PREDICTOR_GROUPS = ("input", "your own code", "method", "execution")
 WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
 
 

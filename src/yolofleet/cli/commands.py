@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 from click.shell_completion import CompletionItem
@@ -48,6 +48,7 @@ JSON = option(
 )
 # key of click's context: the verb as the user typed it, if its default verb follows
 TYPED = "yolofleet.typed"
+HELP_ALL = "yolofleet.help_all"  # key of click's context: whether the help shows all settings
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 
@@ -296,8 +297,9 @@ class SchemaCommand(Command):
                 given, **{name: value for name, value in values.items() if name not in model.model_fields}
             )
 
-        fields = model.model_fields.items()
-        options = [_option(name, field) for name, field in fields]
+        from yolofleet.config.schema import rules_of
+
+        options = [_option(name, field) for name, field in model.model_fields.items()]
         left_out: set[str] = set()
         if extra.get("spelled_as") == "train":
             from yolofleet.config.schema import TrainConfig
@@ -317,47 +319,63 @@ class SchemaCommand(Command):
         )
         if "quiet" not in model.model_fields:
             options.append(QUIET)
+        rare = sum(rules_of(field).rare for field in model.model_fields.values())
+        more = [_help_all(rare)] if rare else []
         super().__init__(
-            name, params=[*options, config, *extra_options], callback=callback, left_out=left_out, **extra
+            name,
+            params=[*options, config, *extra_options, *more],
+            callback=callback,
+            left_out=left_out,
+            **extra,
         )
 
+    def get_help(self, ctx: click.Context) -> str:
+        ctx.meta.setdefault(HELP_ALL, False)
+        return super().get_help(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from yolofleet.config.schema import group_of
+        """Write the options under their headings: all of them, unless this is ``--help``."""
+        from yolofleet.config.schema import HEADINGS, group_of, rules_of
 
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             field = self.model.model_fields.get(str(parameter.name))
-            if record:
+            if record and (field is None or not rules_of(field).rare or ctx.meta.get(HELP_ALL, True)):
                 flag, help = record
                 if parameter.secondary_opts:
                     flag = f"--[no-]{parameter.opts[0][2:]}"
                 sections.setdefault(group_of(field) if field else "general", []).append((flag, help))
         longest = max(len(flag) for rows in sections.values() for flag, _ in rows)
         width = min(longest, FLAG_COLUMNS)
-        order = [
-            *("input", "length and batch size", "method", "execution", "after a failure", "saved files"),
-            *("reports and display", "general"),
-        ]
-        for title in sorted(sections, key=order.index):
+        for title in sorted(sections, key=HEADINGS.index):
             with formatter.section(title.capitalize()):
                 formatter.write_dl(
                     [(flag.ljust(width), help) for flag, help in sections[title]], col_max=width
                 )
 
 
+def _help_all(rare: int) -> click.Option:
+    def show(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+        if is_asked:
+            ctx.meta[HELP_ALL] = True
+            echo(ctx.get_help())
+            ctx.exit()
+
+    help = f"show this message with {rare} more settings, which few need"
+    return option("--help-all", help, is_flag=True, is_eager=True, expose_value=False, callback=show)
+
+
 def _option(name: str, field: FieldInfo) -> click.Option:
     """Return the option of a setting. Its value stays a string; the schema checks and converts it, as for every source."""
-    from yolofleet.config.schema import flag_of
+    from yolofleet.config.schema import choices_of, flag_of
 
     flag, kind = flag_of(name, field), field.annotation
     help = (field.description or "") + _default_text(field)
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", name], default=None, help=help)
-    metavar = "TEXT"
-    choices: tuple[str, ...] = ()
-    if get_origin(kind) is Literal:
-        choices = tuple(map(str, get_args(kind)))
+    metavar, choices = "TEXT", choices_of(field)
+    if choices:
         metavar = "|".join(choices)
     elif kind in (int, float):
         metavar = "N" if kind is int else "X"

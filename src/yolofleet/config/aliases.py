@@ -88,7 +88,7 @@ def rewrite(
         result[at:at] = arguments
         if isinstance(spelling.note, str):
             notes.append(f"{spelled} {spelling.note}")
-        elif spelling.note:
+        elif spelling.note and arguments:
             notes.append(
                 f"{' '.join([spelled, *map(shown, values)])} is now {' '.join(arguments).replace('=', ' ')}"
             )

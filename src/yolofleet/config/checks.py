@@ -9,22 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.clashes import (
-    DOCTOR_CLASHES,
-    EXPORT_CLASHES,
-    PRECISION_CLASHES,
-    TRAIN_CLASHES,
-    check_clashes,
-)
 from yolofleet.config.decide import check_micro_batch
 from yolofleet.config.recipe import parse_lr_factors
-from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
 from yolofleet.config.resume import check_writable
-from yolofleet.config.resume_options import COPIES
 from yolofleet.config.schema import (
     Recipe,
     TrainConfig,
     ValConfig,
+    rules_of,
 )
 from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.transforms import transform_of
@@ -34,17 +27,37 @@ from yolofleet.support.text import listed, quoted, shown
 WEIGHTS = "the file or folder of a run, or weights of another project (docs/models.md)"
 
 
+def check_clashes(config: Resolved[Any]) -> None:
+    """Raise ConfigError, which names both settings and their sources, on the first two settings that clash."""
+    for name, field in type(config.value).model_fields.items():
+        mine = getattr(config.value, name)
+        for clash in rules_of(field).clashes:
+            other = clash.other
+            if (
+                other in config.sources
+                and clash.applies(mine, getattr(config.value, other))
+                and (not clash.if_given or config.is_given(clash.if_given))
+            ):
+                raise ConfigError(
+                    f"{config.spelled(name)} and {config.spelled(other)} are mutually exclusive: {clash.why}",
+                    source=config.sources_of(name, other),
+                    hint=clash.hint,
+                )
+
+
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
     """Raise ConfigError, which names the sources, on missing settings and on combinations that cannot work."""
     c = config.value
     if needs_data:
         _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
-    if c.checkpoint_to or c.results_to:
-        _check_copies(config)
+    if c.checkpoint_to:
+        check_writable(c.checkpoint_to, "--checkpoint-to")
+        if sys.platform == "win32":
+            raise ConfigError("--checkpoint-to needs Linux or macOS", hint="leave it out")
     _check_device(config)
     _check_code(c)
-    if c.log or c.log_server:
+    if c.log:
         from yolofleet.config.loggers import check_loggers
 
         check_loggers(config)
@@ -53,9 +66,10 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, need
             "no model: expected one of --weights, --model and --cfg",
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
         )
-    _check_batch(config)
+    if c.batch == 0:
+        raise ConfigError("--batch 0 is below 1", source=config.sources["batch"], hint="--batch 16, or auto")
     check_micro_batch(config)
-    check_clashes(config, TRAIN_CLASHES)
+    check_clashes(config)
     _check_preempt_notice(config)
     parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
     r = recipe.value
@@ -76,31 +90,6 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, need
             f"mosaic9: {r.mosaic9:g} is a fraction of the mosaics, but mosaic is 0",
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
-        )
-
-
-def _check_copies(config: Resolved[TrainConfig]) -> None:
-    """Raise ConfigError if an address that gets copies of the run is not usable."""
-    addresses = {name: address for name in COPIES if (address := getattr(config.value, name))}
-    for name, address in addresses.items():
-        check_writable(address, config.flag(name))
-    if len({address.removesuffix("/") for address in addresses.values()}) < len(addresses):
-        raise ConfigError(
-            "--checkpoint-to and --results-to name one address",
-            source=config.sources_of(*addresses),
-            hint="leave out --results-to: --checkpoint-to copies the results too",
-        )
-    if sys.platform == "win32":
-        raise ConfigError("--checkpoint-to and --results-to need Linux or macOS", hint="leave them out")
-
-
-def _check_batch(config: Resolved[TrainConfig]) -> None:
-    c = config.value
-    if c.batch == 0:
-        raise ConfigError("--batch 0 is below 1", source=config.sources["batch"], hint="--batch 16, or auto")
-    if c.batch > 0 and config.is_given("batch_memory") and config.sources["batch"] != MEASURED:
-        raise config.error(
-            "batch_memory", f" has no effect with --batch {c.batch}", hint="--batch auto, or leave it out"
         )
 
 
@@ -137,11 +126,8 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
 
 def _check_code(settings: Any) -> None:
     """Raise if a name of the user's code has the wrong form, or its file does not exist. Loads nothing."""
-    names = [
-        (name, f"--{setting.replace('_', '-')}")
-        for setting in ("recipe_class", "optimizer_class")
-        if (name := getattr(settings, setting, ""))
-    ]
+    named = (("--recipe-class", "recipe_class"), ("--optimizer", "optimizer_class"))
+    names = [(name, flag) for flag, setting in named if (name := getattr(settings, setting, ""))]
     names += [(name, "--callbacks") for name in getattr(settings, "callbacks", ())]
     if names:
         from yolofleet.config.user_code import split_name
@@ -231,7 +217,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
             source=config.sources_of("calibration_images", "batch"),
             hint=f"--calibration-images {8 * config.value.batch}",
         )
-    check_clashes(config, EXPORT_CLASHES)
+    check_clashes(config)
 
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
@@ -240,7 +226,7 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
     _check_code(config.value)
     _need(config, "weights", f"{WEIGHTS}, or an exported file")
     check_sides(config)
-    check_clashes(config, PRECISION_CLASHES)
+    check_clashes(config)
 
 
 def check_doctor(config: Resolved[DoctorConfig]) -> None:
@@ -252,7 +238,15 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
             source=config.sources["log"],
             hint="--support --log runs/train/exp",
         )
-    check_clashes(config, DOCTOR_CLASHES)
+    check_clashes(config)
+    for name in DoctorConfig.model_fields:
+        if log and name not in ("log", "json_out", "support") and config.is_given(name):
+            raise ConfigError(
+                f"{config.spelled(name)} and {config.spelled('log')} are mutually exclusive: the doctor reads a log without "
+                "other checks",
+                source=config.sources_of(name, "log"),
+                hint="leave one out",
+            )
     check_micro_batch(config)
 
 

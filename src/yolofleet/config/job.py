@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from yolofleet import __version__
+from yolofleet.config.earlier import in_todays_words
 from yolofleet.config.recipe import given_recipe, is_hyperparameter
 from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -80,11 +81,13 @@ def load_job(path: Path, *, follow: bool = True) -> Job:
     verb, settings, hyperparameters = read_file(path, verbatim=True, follow=follow)
     if verb is None:
         raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
-    config = resolve(model_of(verb), [settings])
+    model, notes = model_of(verb), tuple[str, ...]()
     if hyperparameters is None:
-        return Job(verb, config, None)
+        return Job(verb, resolve(model, [settings]), None)
+    settings, of_recipe, notes = in_todays_words(settings, is_stored=True)
+    config = resolve(model, [settings], notes)
     own_code = bool(getattr(config.value, "recipe_class", ""))
-    return Job(verb, config, given_recipe([hyperparameters], own_code=own_code))
+    return Job(verb, config, given_recipe([{**hyperparameters, **of_recipe}], own_code=own_code))
 
 
 def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
@@ -103,7 +106,7 @@ def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
 
 def read_file(
     path: Path, *, verbatim: bool = False, follow: bool = True
-) -> tuple[str | None, dict[str, Sourced], Layer | None]:
+) -> tuple[str | None, Layer, Layer | None]:
     """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
 
     The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this

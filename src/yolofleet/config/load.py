@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from yolofleet.config.checks import (
     check_bench,
+    check_clashes,
     check_doctor,
     check_export,
     check_predict,
@@ -23,8 +24,8 @@ from yolofleet.config.checks import (
     check_train,
     check_val,
 )
-from yolofleet.config.clashes import TUNE_CLASHES, check_clashes
 from yolofleet.config.decide import with_references
+from yolofleet.config.earlier import in_todays_words
 from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import (
@@ -108,17 +109,17 @@ def _merged(
     model: type[Work], given: Mapping[str, Any], config_file: str, source: str
 ) -> tuple[Resolved[Work], Resolved[Recipe]]:
     """Return the settings and the hyperparameters of file and command line, before the checks of their combinations."""
-    command = layer_of(given, source)
+    command, _, notes_of_call = in_todays_words(layer_of(given, source))
     file, hyperparameters, notes = _files("train", model, config_file)
     for name, depends_on in model.derived_defaults.items():
         if name in file and file[name].source == DEFAULT and command.keys() & set(depends_on):
             del file[name]
     changes = [layer["set"] for layer in (file, command) if "set" in layer]
-    layers = [file, command]
+    layers: list[Layer] = [file, command]
     if len(changes) > 1:  # both are applied, so both are kept; resolve refuses what is no list
         wrong = next((entry for entry in changes if not isinstance(entry.value, (list, tuple))), None)
         layers.append({"set": wrong or Sourced([text for entry in changes for text in entry.value], source)})
-    config = resolve(model, layers, notes)
+    config = resolve(model, layers, (*notes, *notes_of_call))
     recipe = load_recipe(
         getattr(config.value, "recipe", ""),
         [Sourced(text, origin) for texts, origin in changes for text in texts],
@@ -137,7 +138,7 @@ def resolve_tune(
     """
     if not given.get("resume"):
         config, recipe = resolve_workload(TuneConfig, given, config_file=config_file, source=source)
-        check_clashes(config, TUNE_CLASHES)
+        check_clashes(config)
         return config, recipe
     if config_file:
         raise ConfigError(
@@ -147,14 +148,15 @@ def resolve_tune(
     from yolofleet.config.loggers import check_loggers
     from yolofleet.config.resume_study import continue_study, find_study
 
-    asked = resolve(TuneConfig, [layer_of(given, source)])
+    command, _, notes = in_todays_words(layer_of(given, source))
+    asked = resolve(TuneConfig, [command], notes)
     folder = find_study(asked.value)
     stored = load_job(folder / "config.yaml")
     if stored.verb != "tune" or stored.recipe is None:
         raise ConfigError(f"{folder} is the folder of {stored.verb}, not of tune", source="--resume")
     config = continue_study(folder, stored.config, asked)
     check_loggers(config)
-    check_clashes(config, TUNE_CLASHES)
+    check_clashes(config)
     return config, stored.recipe
 
 
@@ -203,6 +205,7 @@ def _files(
     if not config_file:
         return {}, None, ()
     stored_verb, settings, hyperparameters = read_file(Path(config_file))
+    notes: tuple[str, ...] = ()
     if stored_verb not in (None, verb):
         raise ConfigError(
             f"{config_file} is the configuration of {stored_verb}, not of {verb}",
@@ -210,13 +213,17 @@ def _files(
         )
     if hyperparameters is not None and verb != "train":
         raise ConfigError(f"{RECIPE} are for train only", source=config_file, hint="remove that section")
-    kept, notes = dict[str, Sourced](), []
+    if verb == "train":
+        is_stored = stored_verb is not None
+        settings, of_recipe, notes = in_todays_words(settings, is_stored=is_stored)
+        hyperparameters = {**(hyperparameters or {}), **of_recipe} if of_recipe else hyperparameters
+    kept = dict[str, Sourced]()
     for name, entry in settings.items():
         field = model.model_fields.get(name)
         if field is None:
             if verb != "train" or name not in TrainConfig.model_fields:
                 kept[name] = entry  # unknown: resolve refuses it
-        elif may_be_in_files(field):
+        elif may_be_in_files(field, entry.value):
             kept[name] = entry
         elif stored_verb is None:  # written by hand, not by dump_config
             raise ConfigError(
@@ -227,5 +234,5 @@ def _files(
         # A config.yaml of a run: ``--config`` with it starts a new run on this machine.
         elif name != "resume" and entry.value not in (None, [], field.default):
             flag = flag_of(name, field)
-            notes.append(f"{name}: {shown(entry.value)} in {config_file} is ignored; use {flag}")
-    return kept, hyperparameters, tuple(notes)
+            notes += (f"{name}: {shown(entry.value)} in {config_file} is ignored; use {flag}",)
+    return kept, hyperparameters, notes

@@ -1,8 +1,8 @@
-"""The values of ``--log`` and ``--log-server``."""
+"""The values of ``--log``: NAME or NAME=ADDRESS."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -25,19 +25,27 @@ SENDS = [name for name in PACKAGES if name != "tensorboard"]  # to a server, if 
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
 
 
+def loggers_of(config: RunSettings) -> dict[str, str]:
+    """Return the loggers of a run, and the address of the server that each sends to; "" = none."""
+    found: dict[str, str] = {}
+    for text in filter(None, (part.strip() for value in config.log for part in value.split(","))):
+        name, _, address = text.partition("=")
+        found[name] = address or found.get(name, "")
+    return found
+
+
 def logger_names(config: RunSettings) -> list[str]:
-    """Return the names of the loggers of a run; ``--tensorboard`` is the same as ``--log tensorboard``."""
-    named = (name.strip() for name in config.log.split(","))
-    return list(dict.fromkeys([*(["tensorboard"] if config.tensorboard else []), *filter(None, named)]))
+    """Return the names of the loggers of a run."""
+    return list(loggers_of(config))
 
 
-def servers_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return the address by logger from values NAME=ADDRESS."""
-    return {name: address for name, _, address in (text.partition("=") for text in texts)}
+def servers_of(config: RunSettings) -> dict[str, str]:
+    """Return the address by logger, of the loggers that send to a server."""
+    return {name: address for name, address in loggers_of(config).items() if address}
 
 
 def wandb_server(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the address to which ``--log wandb`` sends without ``--log-server``, "" = none, and a note about it.
+    """Return the address to which ``--log wandb`` sends without an address, "" = none, and a note about it.
 
     As in W&B's own client, a key in ``WANDB_API_KEY`` or netrc means that the user wants the run on the server.
     """
@@ -68,43 +76,34 @@ def _has_netrc_entry(address: str, environ: Mapping[str, str]) -> bool:
 
 
 def check_loggers(config: Resolved[Any]) -> None:
-    """Raise ConfigError if ``--log`` or ``--log-server`` has an unknown name, or an address that cannot be used."""
-    names, servers = logger_names(config.value), config.value.log_server
-    for name in names:
-        if name in ALWAYS:
-            hint = f"leave it out: every run writes {ALWAYS[name]}"
-        else:
-            hint = did_you_mean(name, PACKAGES) or f"one or more of {', '.join(PACKAGES)}, with commas"
-        if name not in PACKAGES:
-            raise ConfigError(f"--log {shown(name)} is not a logger", source=config.sources["log"], hint=hint)
-    for text in servers:
-        name, _, address = text.partition("=")
+    """Raise ConfigError if ``--log`` has an unknown name, or an address that cannot be used."""
+    source = config.sources["log"]
+    for name, address in loggers_of(config.value).items():
         try:
             url = urlsplit(address)
             is_usable = url.scheme in ("http", "https") and bool(url.hostname) and address.isprintable()
             has_secret = url.username is not None or bool(url.query or url.fragment)
         except ValueError:
             is_usable = has_secret = False
-        if name not in SENDS:  # perhaps an address without a name
-            has_secret = any(character in text for character in "@?#")
-        if has_secret:  # the message leaves out the address: a secret would reach logs
-            named = f"--log-server {name}=..." if name in SENDS else "a value of --log-server"
+        # a value without a known name may be an address; the message leaves it out: a secret would reach logs
+        if has_secret or (name not in PACKAGES and any(character in name + address for character in "@?#")):
             raise ConfigError(
-                f"{named} has a user, a query or a fragment, which may hold a secret",
-                source=config.sources["log_server"],
+                f"{f'--log {name}=...' if name in PACKAGES else 'a value of --log'} has a user, a query or a fragment, which may "
+                "hold a secret",
+                source=source,
                 hint="give the address alone; docs/report.md names the variable for the key of each server",
             )
-        if name not in SENDS or not is_usable:
+        if name not in PACKAGES:
+            if name in ALWAYS:
+                hint = f"leave it out: every run writes {ALWAYS[name]}"
+            else:
+                hint = did_you_mean(name, PACKAGES) or f"one or more of {', '.join(PACKAGES)}, with commas"
+            raise ConfigError(f"--log {shown(name)} is not a logger", source=source, hint=hint)
+        if address and (name not in SENDS or not is_usable):
             raise ConfigError(
-                f"--log-server {shown(text)}: expected NAME=ADDRESS, with NAME one of {', '.join(SENDS)}",
-                source=config.sources["log_server"],
-                hint="--log-server mlflow=http://127.0.0.1:5000",
-            )
-        if name not in names:
-            raise ConfigError(
-                f"--log-server {name}=... has no effect without --log {name}",
-                source=config.sources["log_server"],
-                hint=f"--log {','.join([*names, name])}",
+                f"--log {shown(f'{name}={address}')}: expected NAME=ADDRESS, with NAME one of {', '.join(SENDS)}",
+                source=source,
+                hint="--log mlflow=http://127.0.0.1:5000",
             )
 
 
@@ -112,12 +111,12 @@ def check_usable(config: RunSettings) -> None:
     """Raise ConfigError if the package of a logger is not installed, or its server must not be reached. Imports no package."""
     from yolofleet.storage.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
 
-    for name, address in servers_of(config.log_server).items():
+    for name, address in servers_of(config).items():
         if is_forbidden(address):
             raise ConfigError(
-                f"--log-server {name}={address} is on another machine, and {OFFLINE} is set",
+                f"--log {name}={address} is on another machine, and {OFFLINE} is set",
                 source="environment",
-                hint="unset it, or leave out --log-server: the logger then writes into the run folder",
+                hint=f"unset it, or --log {name}: the logger then writes into the run folder",
             )
     for name in logger_names(config):
         package = PACKAGES[name]

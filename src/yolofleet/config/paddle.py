@@ -40,7 +40,7 @@ KEYS = {
     "save_dir": "--project={}",
     "TrainDataset.dataset_dir": "--data={}",
     "EvalDataset.dataset_dir": "--data={}",
-    "snapshot_epoch": "--save-period={} --val-period={}",
+    "snapshot_epoch": "--save-every={}epochs --val-period={}",
 }
 SWITCHES = {
     ("use_gpu", "false"): ["--device=cpu"],

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Generic, NamedTuple, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.schema import AUTO, Recipe, TrainConfig, WorkloadSettings, flag_of
+from yolofleet.config.schema import AUTO, Recipe, TrainConfig, choices_of, flag_of
 from yolofleet.config.words import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
@@ -42,18 +42,11 @@ def layer_of(values: Mapping[str, Any], source: str) -> dict[str, Sourced]:
 
 
 RETIRED_OPTIMIZERS = {  # former values of --optimizer: what to use instead
-    "Lion": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lion in a new run",
-    "LAMB": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lamb in a new run",
-    "LARS": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:LARS in a new run",
+    "Lion": "pip install pytorch-optimizer, and --optimizer pytorch_optimizer:Lion in a new run",
+    "LAMB": "pip install pytorch-optimizer, and --optimizer pytorch_optimizer:Lamb in a new run",
+    "LARS": "pip install pytorch-optimizer, and --optimizer pytorch_optimizer:LARS in a new run",
     "ScheduleFreeSGD": "--optimizer SGD --lr-schedule constant in a new run, which validates a moving average",
     "ScheduleFreeAdamW": "--optimizer AdamW --lr-schedule constant in a new run, which validates a moving average",
-}
-
-RETIRED_SETTINGS = {  # of trainings, by name: the only value that is left, and what any other value gets now
-    "augment_on": (
-        "cpu",
-        "the CPU augments the images; single pixels of rotated, sheared and mixed images differ from those of a device",
-    ),
 }
 
 
@@ -78,8 +71,8 @@ class Resolved(Generic[Value_co]):
     def spelled(self, name: str) -> str:
         """Return the setting and its value as on a command line, such as ``--batch 40``."""
         flag, value = self.flag(name), getattr(self.value, name)
-        if AUTO in type(self.value).model_fields[name].metadata and value == -1:
-            return f"{flag} auto"
+        if AUTO in type(self.value).model_fields[name].metadata and value < 0:
+            return f"{flag} {'auto' if value == -1 else -value / 100}"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
         return f"{flag} {shown(value)}"
@@ -110,14 +103,8 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         ConfigError: an unknown name, or a value of the wrong type or outside its range.
     """
     given: dict[str, Sourced] = {}
-    retired = []
     for layer in layers:
         for name, entry in layer.items():
-            if name in RETIRED_SETTINGS and issubclass(model, WorkloadSettings):
-                left, now = RETIRED_SETTINGS[name]
-                if entry.value != left:
-                    retired.append(f"{name}: {shown(entry.value)} ({entry.source}) has no effect: {now}")
-                continue
             if name not in model.model_fields and model.model_config.get("extra") != "allow":
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
@@ -142,7 +129,7 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         if isinstance(number, int) and abs(number) > MAX_INT:
             raise _refused(model, name, entry, f"is larger than {MAX_INT}")
     sources = {**dict.fromkeys(model.model_fields, DEFAULT), **{name: given[name].source for name in given}}
-    return Resolved(value, sources, (*notes, *retired))
+    return Resolved(value, sources, tuple(notes))
 
 
 def with_values(config: Resolved[T], values: Mapping[str, Any], sources: Mapping[str, str]) -> Resolved[T]:
@@ -175,7 +162,7 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
         what = f"is {words[bound]} {context[bound]:g}"
         hint = f"allowed: {allowed_range(field)}"
     elif kind == "literal_error":
-        choices = [str(c) for c in get_args(field.annotation)]
+        choices = choices_of(field)
         what = f"is not one of {', '.join(choices)}"
         hint = (
             RETIRED_OPTIMIZERS.get(str(entry.value))
@@ -213,8 +200,8 @@ def _written(model: type[BaseModel], name: str, source: str, value: str) -> str:
 def _kind(field: FieldInfo) -> str:
     if get_origin(field.annotation) is tuple:
         return "a list of strings"
-    if get_origin(field.annotation) is Literal:
-        return f"one of {', '.join(str(c) for c in get_args(field.annotation))}"
+    if choices := choices_of(field):
+        return f"one of {', '.join(choices)}"
     words = {int: "a whole number", float: "a finite number", bool: "true or false"}
     has_form = any(getattr(constraint, "pattern", None) for constraint in field.metadata)
     return words.get(field.annotation, "of this form" if has_form else "a string")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.schema import PREFETCH, TrainConfig, ValConfig
 from yolofleet.config.schema.verbs import DoctorConfig
 from yolofleet.support.device_names import ALL, gpu_ids, numbered, processes_of
 
@@ -24,7 +24,6 @@ class RunResources:
         device: as ``--device``; a host of a fleet may have another.
         one_process: one process drives all devices (``--parallel dp``).
         workers: loader processes of each rank; -1 = chosen from the number of cores.
-        prefetch: micro-batches that each loader process prepares ahead.
         micro_batch, val_batch: images.
         is_measured: the run will measure its micro-batch, so ``micro_batch`` is an assumption.
         img: side of an image, pixels.
@@ -37,7 +36,6 @@ class RunResources:
     device: str
     one_process: bool
     workers: int
-    prefetch: int
     micro_batch: int
     val_batch: int
     img: int
@@ -54,14 +52,13 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         shared = TrainConfig.model_fields.keys() & DoctorConfig.model_fields.keys()
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     if isinstance(settings, ValConfig):
-        prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
+        micro_batch, val_batch = 1, settings.batch
     else:
-        prefetch, micro_batch, val_batch = settings.prefetch, settings.likely_micro_batch, settings.val_batch
+        micro_batch, val_batch = settings.likely_micro_batch, settings.val_batch
     return RunResources(
         device=settings.device,
         one_process=settings.parallel == "dp",
         workers=settings.workers,
-        prefetch=prefetch,
         micro_batch=micro_batch,
         val_batch=val_batch,
         img=settings.img or 640,  # 0: that of the weights, which only the ranks read
@@ -93,7 +90,7 @@ class ResourceEstimate:
     @property
     def waiting(self) -> int:
         """Maximum number of micro-batches in shared memory for one rank."""
-        return self.workers * (self.wanted.prefetch + 1)  # each process works on one more
+        return self.workers * (PREFETCH + 1)  # each process works on one more
 
     @property
     def train_shm_bytes(self) -> int:
@@ -129,7 +126,7 @@ class ResourceEstimate:
             text += " (assumed: the run measures how many fit)"
         if self.workers:
             each = f"{self.workers} loader process{'es' if self.workers > 1 else ''} each"
-            text += f", {each}, {self.wanted.prefetch} micro-batches ahead"
+            text += f", {each}, {PREFETCH} micro-batches ahead"
         return text
 
 

@@ -1,9 +1,7 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change. ``--compile`` may change too: compiled kernels only round differently, and exact sums refuse them.
-``--cache jpeg`` changes pixels, so a run has it from its start to its end. With ``--sampler weights``, validations decide
-what a run trains on, so their settings cannot change.
+the run may change. Each setting says so itself (``fixed`` and ``again`` in ``schema/``).
 """
 
 from __future__ import annotations
@@ -14,25 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.recipe import is_listed
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
-from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
+from yolofleet.config.resume_options import is_address
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files, rules_of
 from yolofleet.storage.foreign import check_links, read_foreign_text
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, quoted, shown
 
-FIXED_GROUPS = ("input", "length and batch size", "method")
-MAY_CHANGE = (
-    "data",
-    "epochs",
-    "max_steps",
-    "minutes",
-    "patience",
-    "on_nan",
-    "recipe_class",
-    "optimizer_class",
-)
+DECIDING = (
+    "input",
+    "your own code",
+    "length and batch size",
+    "method",
+)  # a change of their settings gives a note
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
@@ -202,47 +196,27 @@ def continue_run(
     old, new = stored[0].value, asked[0].value
     values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
     sources = _sources_then(stored[0])
-    notes, continues = [], list[str]()
+    notes = list[str]()
+    is_copied_on = bool(old.checkpoint_to) and _without_slash(new.checkpoint_to) == _without_slash(
+        old.checkpoint_to
+    )
     for name, field in TrainConfig.model_fields.items():
-        if not may_be_in_files(field):
-            if name in ("recipe_class", "optimizer_class") and values[name] and not getattr(new, name):
-                raise ConfigError(
-                    f"the run uses the code {shown(values[name])}, and a resume loads only code that you name again",
-                    source=found.config,
-                    hint=f"{flag_of(name, field)} {shown(values[name])}",
-                )
-            if name == "callbacks" and values[name] and not new.callbacks:
-                again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
-                notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
-            if name == "log_server" and values[name] and not new.log_server:
-                notes.append(server_note(values[name]))
-            if name in COPIES and values[name]:
-                if getattr(new, name).removesuffix("/") == values[name].removesuffix("/"):
-                    continues.append(name)
-                elif not getattr(new, name) and values[name].removesuffix("/") != found.resume:
-                    notes.append(
-                        f"the run is no longer copied to {shown(values[name])}; to go on: {flag_of(name, field)} {shown(values[name])}"
-                    )
-            if name in ("hosts", "fleet") and values[name]:
-                notes.append(f"{name}: {shown(values[name])} of {found.config} is ignored")
-            values[name], sources[name] = field.default, DEFAULT
+        if not may_be_in_files(field, values[name]):
+            if values[name] and (lost := _not_kept(found, name, values[name], new)):
+                notes.append(lost)
+            kept = tuple(logger_names(old)) if name == "log" else field.default
+            values[name], sources[name] = kept, sources[name] if name == "log" else DEFAULT
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
-        was, now = getattr(old, name), getattr(new, name)
+        was, now, fixed = getattr(old, name), getattr(new, name), rules_of(field).fixed
         # If the run chose its micro-batch, the checkpoint stores the size: an earlier version had another default.
         if name == "micro_batch" and (was < 0 or not stored[0].is_given(name)):
             pass
-        elif name == "batch_memory" or (name in ("batch", "micro_batch") and now == -1):
+        elif name in ("batch", "micro_batch") and now < 0:
             continue  # measured when the run began
-        elif was != now and (
-            group_of(field) in FIXED_GROUPS
-            or (name == "cache" and "jpeg" in (was, now))
-            or (name in VALIDATION and old.sampler == "weights")
-        ):
-            if name not in MAY_CHANGE:
-                raise _fixed(
-                    found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name]
-                )
+        elif was != now and (fixed(old, was, now) if callable(fixed) else fixed):
+            raise _fixed(found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name])
+        elif was != now and group_of(field) in DECIDING:
             notes.append(f"{flag_of(name, field)} changes from {shown(was)} to {shown(now)}")
         values[name], sources[name] = now, asked[0].sources[name]
     for name, source in asked[1].sources.items():
@@ -254,8 +228,8 @@ def continue_run(
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
     if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices
         values["device"], sources["device"] = new.device, DEFAULT
-    for name in continues:
-        sources[name] = FIRST_START
+    if is_copied_on:
+        sources["checkpoint_to"] = FIRST_START
     if is_address(found.resume):
         is_named = asked[0].is_given("name") or new.resume == "auto"
         values["name"] = new.name if is_named else found.resume.rpartition("/")[2]
@@ -288,9 +262,42 @@ def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
     }
 
 
-def server_note(servers: Sequence[str]) -> str:
-    again = " ".join(f"--log-server {quoted(server)}" for server in servers)
+def _not_kept(found: Found, name: str, was: Any, new: TrainConfig) -> str:
+    """Return a note about a value of the run that a file may not choose and the command does not repeat; "" for none.
+
+    Raises:
+        ConfigError: the run cannot go on without it.
+    """
+    again = " ".join(_again(name, was))
+    if name in ("hosts", "fleet"):
+        return f"{name}: {shown(was)} of {found.config} is ignored"
+    if name == "checkpoint_to" and not new.checkpoint_to and _without_slash(was) != found.resume:
+        return f"the run is no longer copied to {shown(was)}; to go on: {again}"
+    if name == "callbacks" and not new.callbacks:
+        return f"the callbacks of the run are not loaded again; to use them: {again}"
+    if name == "log" and not servers_of(new):
+        return server_note(was)
+    if (name == "recipe_class" and not new.recipe_class) or (name == "optimizer" and not new.optimizer_class):
+        raise ConfigError(
+            f"the run uses the code {shown(was)}, and a resume loads only code that you name again",
+            source=found.config,
+            hint=again,
+        )
+    return ""
+
+
+def _again(name: str, value: Any) -> list[str]:
+    flag = flag_of(name, TrainConfig.model_fields[name])
+    return [f"{flag} {shown(one)}" for one in (value if isinstance(value, tuple) else (value,))]
+
+
+def server_note(log: Sequence[str]) -> str:
+    again = " ".join(f"--log {quoted(text)}" for text in log)
     return f"figures are not sent to the server of the run; to send them: {again}"
+
+
+def _without_slash(address: str) -> str:
+    return address.removesuffix("/")
 
 
 def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.config.schema import RunSettings, TrainConfig, ValConfig, flag_of
-
-VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
-CODE = ("recipe_class", "optimizer_class", "callbacks")
-COPIES = ("checkpoint_to", "results_to")
-REPEATED = ("preempt_notice", *CODE, "log_server", *COPIES)  # options of a resume, if the run has them
+from yolofleet.config.schema import RunSettings, ValConfig, flag_of, may_be_in_files, rules_of
 
 
 def is_address(text: str) -> bool:
@@ -18,8 +13,9 @@ def is_address(text: str) -> bool:
 def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:
     """Return the options that the command which resumes a run must repeat: no file may choose programs or servers."""
     options = []
-    for name in REPEATED:
-        value = getattr(settings, name, ())
-        for one in (value,) if isinstance(value, str) else value:
-            options += [flag_of(name, TrainConfig.model_fields[name]), one] if one else []
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if rules_of(field).again and not may_be_in_files(field, value):
+            for one in (value,) if isinstance(value, str) else value:
+                options += [flag_of(name, field), one] if one else []
     return options

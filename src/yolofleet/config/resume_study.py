@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import saved_at_ns, server_note
-from yolofleet.config.resume_options import CODE
 from yolofleet.config.schema import flag_of, may_be_in_files
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.storage.foreign import check_links
@@ -17,9 +17,13 @@ from yolofleet.support.text import shown
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
 STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choice of the next one
     *("trials", "failures", "device", "hosts", "fleet", "sync_code", "devices_per_trial", "threads"),
-    *("workers", "prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
-    *("log", "log_server", "quiet"),
+    *("workers", "timeout_s", "stall_s", "preempt_notice", "restarts"),
+    *("log", "quiet"),
 )
+
+
+def _names_code(name: str, value: Any) -> bool:
+    return bool(value) and not may_be_in_files(TuneConfig.model_fields[name], value)
 
 
 def find_study(config: TuneConfig) -> Path:
@@ -54,9 +58,10 @@ def continue_study(
     """
     values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
     sources, notes = dict(stored.sources), [f"{folder / 'config.yaml'}: {note}" for note in stored.notes]
-    for name in CODE:
+    code = [name for name in ("recipe_class", "optimizer", "callbacks") if _names_code(name, values[name])]
+    for name in code:
         was, flag = values[name], flag_of(name, TuneConfig.model_fields[name])
-        if was and was != getattr(asked.value, name):
+        if was != getattr(asked.value, name):
             names = [shown(one) for one in (was if isinstance(was, tuple) else (was,))]
             raise ConfigError(
                 f"the study uses the code {', '.join(names)}, and a resume loads only code that you name again",
@@ -64,14 +69,15 @@ def continue_study(
                 hint=" ".join(f"{flag} {one}" for one in names),
             )
     for name, field in TuneConfig.model_fields.items():
-        if name in CODE and values[name]:
+        if name in code:
             continue
-        if not may_be_in_files(field):
+        if not may_be_in_files(field, values[name]):
             if name in ("hosts", "fleet") and values[name]:
                 notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
-            if name == "log_server" and values[name] and not asked.value.log_server:
+            if name == "log" and not servers_of(asked.value):
                 notes.append(server_note(values[name]))
-            values[name], sources[name] = field.default, DEFAULT
+            values[name] = tuple(logger_names(stored.value)) if name == "log" else field.default
+            sources[name] = sources[name] if name == "log" else DEFAULT
         if not asked.is_given(name) or name in ("resume", "project"):
             continue
         was, now = values[name], getattr(asked.value, name)

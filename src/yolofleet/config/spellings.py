@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from yolofleet.config.earlier import EARLIER, GONE, arguments_of_today
 from yolofleet.support.device_names import MOST_PROCESSES
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
@@ -80,12 +82,6 @@ def _sync_bn(values: list[str]) -> list[str]:
     return ["--sync-bn" if word.lower() in ON else "--no-sync-bn"]
 
 
-def _batch(values: list[str]) -> list[str]:
-    if re.fullmatch(r"0?\.[0-9]+", values[0]):  # a share of the memory
-        return ["--batch=auto", f"--batch-memory={values[0]}"]
-    return [f"--batch={values[0]}"]
-
-
 def _task(values: list[str]) -> list[str]:
     if values[0] in ("speed", "study"):
         raise ConfigError(f"--task {values[0]} is not available: val measures accuracy", hint="leave it out")
@@ -135,7 +131,6 @@ EVOLVE = Spelling(
 )
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = ("--img", "--imgsz", "--img-size")
-BATCH = Spelling("one", _batch)
 DEVICE = same("--device")
 TORCHRUN = [
     "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
@@ -187,13 +182,33 @@ INFERENCE = {  # of val and predict
     "--dnn": refused("yolofleet does not run networks with OpenCV", "leave it out"),
 }
 
+
+def flags_of_earlier_versions() -> dict[str, Spelling]:
+    """Return the flags that trainings of earlier versions had."""
+    found = {}
+    for name, setting in EARLIER.items():
+        flag, is_switch = name.replace("_", "-"), isinstance(setting.default, bool)
+        for spelled, value in ((f"--{flag}", True), (f"--no-{flag}", False))[: 2 if is_switch else 1]:
+            values: Values = "none" if is_switch else "one"
+            to = partial(_today, name, value if is_switch else None)
+            found[spelled] = (
+                Spelling(values, to, note=True) if setting.now else refused(GONE, setting.instead, values)
+            )
+    return found
+
+
+def _today(name: str, is_on: bool | None, given: list[str]) -> list[str]:
+    return arguments_of_today(name, given[0] if is_on is None else is_on)
+
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "train": {
+        **flags_of_earlier_versions(),
         **MACHINES,
         **FLEETRUN,
         **dict.fromkeys(IMG, Spelling("some", _img)),
-        "--batch": BATCH,
-        "--batch-size": BATCH,
+        "--batch": same("--batch"),
+        "--batch-size": same("--batch"),
         "--device": DEVICE,
         "--hyp": same("--recipe"),
         "--label-smoothing": Spelling("one", lambda given: [f"--set=label_smoothing={given[0]}"]),
@@ -201,16 +216,12 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--cache": Spelling("maybe", lambda given: [f"--cache={(given or ['ram'])[0]}"]),
         "--cache-images": switch("--cache=ram"),
         "--resume": Spelling("maybe", lambda given: [f"--resume={(given or ['auto'])[0]}"]),
-        "--save-period": Spelling(
-            "one", lambda given: [] if given[0] == "-1" else [f"--save-period={given[0]}"]
-        ),
-        "--nosave": switch("--save-period=0", "--save-minutes=0"),
+        "--nosave": switch("--save-every=0"),
         "--noval": switch("--val-period=0"),
         "--noautoanchor": switch("--no-autoanchor"),
         "--noplots": switch("--no-plots"),
         "--cos-lr": switch("--lr-schedule=cosine"),
         "--local-rank": FROM_LAUNCHER,
-        "--augment-on": Spelling(note="has no effect: the CPU augments the images"),
         "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
         "--image-weights": switch("--sampler=weights"),
         "--quad": refused(

@@ -48,8 +48,7 @@ SETTINGS: dict[str, Any] = {  # of a run that only measures
     "patience": 0,
     "val_period": 0,
     "val_overlap": False,
-    "save_period": "0",
-    "save_minutes": "0",
+    "save_every": ("0",),
     "plots": False,
 }
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from yolofleet.config.schema import PREFETCH
 from yolofleet.data.geometry.view import Part
 from yolofleet.data.images.decode import Seen
 from yolofleet.data.input.cache import ImageCache
@@ -117,9 +118,8 @@ def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
         pieces = list(islice(cycle(listed), len(keys))) if listed else []
         made = sum(len(key.samples) for key, _ in zip(cycle(keys[:LISTED]), pieces, strict=False))
     world.barrier()
-    prefetch = training.config.prefetch
     with Loader(
-        build, [*pieces, *pieces * repeats], workers=workers, prefetch=prefetch, pin_memory=False
+        build, [*pieces, *pieces * repeats], workers=workers, prefetch=PREFETCH, pin_memory=False
     ) as alone:
         limit = _drained(alone, len(pieces), len(pieces) * repeats, world).over(repeats)
     mine = [images / took.wall, made / limit.wall, images / took.cpu] if keys else [0.0] * 3

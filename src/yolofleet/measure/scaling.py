@@ -114,8 +114,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "threads": threads,
         "parallel": "ddp",
         "val_period": 1,
-        "save_period": "0",
-        "save_minutes": "0",
+        "save_every": ("0",),
         "patience": 0,
         "plots": False,
     }

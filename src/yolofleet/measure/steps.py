@@ -67,8 +67,7 @@ class ReadySteps:
     def micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
         training, network = self.training, run.network
         sizes = images, network.img, network.model.nc
-        pins = training.config.pin_memory
-        return random_micro_batch(training.loss, training.world.device, *sizes, seed=images, pins=pins)
+        return random_micro_batch(training.loss, training.world.device, *sizes, seed=images)
 
     def sum_over(self, world: World) -> None:
         """Let the steps sum gradients over the ranks of ``world``."""
@@ -108,12 +107,11 @@ class BareNetwork:
         passes: Sequence[int],
         device: torch.device,
         precision: str,
-        *,
-        channels_last: bool = True,
     ) -> None:
-        layout = torch.channels_last if channels_last else torch.contiguous_format
         self.precision, self.device = precision, device
-        self.net = cast(Any, build_model(description, nc).to(device).train()).to(memory_format=layout)
+        self.net = cast(Any, build_model(description, nc).to(device).train()).to(
+            memory_format=torch.channels_last
+        )
         self.optimizer = torch.optim.SGD(
             self.net.parameters(),
             lr=1e-6,
@@ -122,7 +120,10 @@ class BareNetwork:
             weight_decay=5e-4,
             fused=devices.has_fused(torch.optim.SGD, device),
         )
-        sizes = {n: torch.rand(n, 3, img, img, device=device).to(memory_format=layout) for n in {*passes}}
+        sizes = {
+            n: torch.rand(n, 3, img, img, device=device).to(memory_format=torch.channels_last)
+            for n in {*passes}
+        }
         self.passes = [sizes[n] for n in passes]
 
     def step(self) -> None:
@@ -166,7 +167,7 @@ class StepSpeed:
 
 def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
     """Collective: every rank."""
-    training, world, config = run.training, run.training.world, run.training.config
+    training, world = run.training, run.training.world
     ready, alone = ReadySteps(run), World.single(world.device)
     devices.reset_peak_memory(world.device)
     for _ in range(WARM_UP):
@@ -181,7 +182,6 @@ def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
         ready.passes,
         world.device,
         training.precision,
-        channels_last=config.channels_last,
     )
     for _ in range(WARM_UP):
         bare.step()

@@ -17,7 +17,9 @@ from yolofleet.support.errors import StorageError
 
 # environment variable: the most that the mirrors of stores take, such as 200GiB
 DISK_CACHE = "YOLOFLEET_DISK_CACHE"
-ANOTHER_CACHE = "another cache folder (YOLOFLEET_CACHE), or less for the data of stores (--disk-cache)"
+ANOTHER_CACHE = (
+    "another cache folder (YOLOFLEET_CACHE), or less for the data of stores (YOLOFLEET_DISK_CACHE)"
+)
 _OWN_CACHE = "chmod o-w, and replace a link by a folder, if only you wrote there; else set YOLOFLEET_CACHE to a folder of yours"
 INDEX = "shards.jsonl"  # a folder with this file has its data set in shards; see shards.py
 PRESENT, ABSENT = 0o400, 0o500  # modes of the files of a mirror; hardly any other file has them

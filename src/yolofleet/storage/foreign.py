@@ -193,7 +193,7 @@ def links_refused(link: str, folder: str) -> ConfigError:
     return ConfigError(
         f"{link}; a run in this folder would write there",
         source=f"the folder {folder}",
-        hint="remove the link; if you made it yourself, a training accepts it with --linked-folders",
+        hint="remove the link; if you made it yourself, a training accepts it with --allow linked-folders",
     )
 
 

@@ -8,7 +8,7 @@ set is read, then downloads the content. So an index, labels, images and checks 
 ``mirrored.py``.
 
 The content replaces the file in one step, after its size and digest have been compared, so a killed process leaves nothing half
-written. All processes of a machine share the mirrors. Together, the contents take at most ``--disk-cache``; those that were
+written. All processes of a machine share the mirrors. Together, the contents take at most ``YOLOFLEET_DISK_CACHE``; those that were
 read longest ago are evicted: they become empty space again.
 
 A process that reads a data set has a shared lock until it ends. If the store has changed by then, an update leaves the files of this
@@ -65,7 +65,7 @@ with contextlib.suppress(ImportError):  # Windows has no mirrors
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
 LOCKED_AT_ONCE = 64  # files, each of which is open; less if the limit of open files is low
 SHOWN_EVERY = 1000  # files of a list
-FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
+FREE_SHARE = 0.8  # of the disk's free space, if YOLOFLEET_DISK_CACHE does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
 _READERS = "readers.lock"
@@ -170,7 +170,7 @@ def open_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os
         os.dup2(new, handle, inheritable=False)
         os.close(new)
         found = os.fstat(handle)
-    raise StorageError(f"{path} is evicted before it can be read", hint="a larger --disk-cache")
+    raise StorageError(f"{path} is evicted before it can be read", hint="a larger YOLOFLEET_DISK_CACHE")
 
 
 class Mirror:

@@ -57,11 +57,10 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         lambda c, r: c.lr_decay in ("constant", "cooldown"),
         "the learning rate follows no cosine",
     ),
-    (("nesterov",), lambda c, r: c.optimizer != "SGD" or c.optimizer_class, "only SGD has it"),
+    (("nesterov",), lambda c, r: c.optimizer != "SGD", "only SGD has it"),
     (("ema_rule", "ema_tau"), lambda c, r: not r.ema_decay, "ema_decay=0 keeps no average"),
     (("ema_tau",), lambda c, r: r.ema_rule != "ramp", "only ema_rule=ramp uses it"),
     (("repeat_threshold",), lambda c, r: c.sampler != "repeat-factor", "it needs --sampler repeat-factor"),
-    (("size_low", "size_high"), lambda c, r: c.multi_scale, "--multi-scale chooses the sizes"),
     (
         ("mosaic9", "mixup", "close_mosaic"),
         lambda c, r: c.rect or not r.mosaic,
@@ -143,7 +142,7 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
         return ""  # YOLOv5's rate is right for small steps, too: benchmarks/README.md, fine-tuning
     if ratio > MOST_SCALED:
         return f"a step has {images} images, {ratio:.0f} times as many as lr0 was chosen for: try a smaller --batch"
-    is_sgd = config.optimizer == "SGD" and not config.optimizer_class
+    is_sgd = config.optimizer == "SGD"
     rule, factor = ("linear", ratio) if is_sgd else ("sqrt", math.sqrt(ratio))
     longer = (
         f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
@@ -155,7 +154,7 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
 
 
 def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
-    name, reference = config.optimizer_class or config.optimizer, recipe.value.reference_optimizer
+    name, reference = config.optimizer, recipe.value.reference_optimizer
     if name == reference or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
         return ""
     lr0, usual = recipe.value.lr0, USUAL_LR.get(name)

@@ -23,13 +23,12 @@ from yolofleet.support.text import shown
 from yolofleet.training.parallel.world import World
 from yolofleet.training.state import TrainState
 
-# settings that may differ between machines: paths, devices, memory and disk
-PER_MACHINE_SETTINGS = {
+PER_MACHINE = {  # settings that may differ between machines: paths, devices, memory and disk
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
-    *("device", "threads", "workers", "cache", "stage", "disk_cache", "prefetch", "pin_memory", "timeout_s"),
-    *("recipe_class", "callbacks", "preempt_notice", "plots", "tensorboard", "verbose", "quiet", "keep_last"),
-    *("log", "log_server", "checkpoint_to", "results_to"),
+    *("device", "threads", "workers", "cache", "stage", "timeout_s", "recipe_class", "callbacks"),
+    *("preempt_notice", "plots", "quiet", "keep_last", "log", "checkpoint_to"),
 }
+CHECK_STEPS = 50  # between two checks of a run
 ROUNDING = 1e-4  # largest relative difference of the weights' norm that counts as rounding
 
 
@@ -61,7 +60,7 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
     mine = {
         flag_of(name, field): getattr(config, name)
         for name, field in TrainConfig.model_fields.items()
-        if name not in PER_MACHINE_SETTINGS
+        if name not in PER_MACHINE
     }
     mine |= {"--cache jpeg": config.cache == "jpeg", "--stage": config.stage is not None}
     mine |= {f"--set {name}": value for name, value in recipe.model_dump().items()}

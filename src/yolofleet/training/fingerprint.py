@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from yolofleet.config.resume_options import VALIDATION
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of
+from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.networks.detector import Detector
 from yolofleet.training.agreement import kernels
@@ -24,12 +23,11 @@ RESULT_SETTINGS = [
     "optimizer",
     "lr_schedule",
     "lr_scale",
-    "multi_scale",
     "freeze",
     "seed",
     "sync_bn",
 ]
-BIT_SETTINGS = ("channels_last", "precision", "reduce")
+BIT_SETTINGS = ("precision", "reduce")
 
 
 def fingerprint(
@@ -52,10 +50,13 @@ def fingerprint(
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     settings["lr_schedule"] = config.lr_decay
+    if config.optimizer_class:  # its identity is below
+        settings["optimizer"] = TrainConfig.model_fields["optimizer"].default
     # keys that checkpoints of earlier versions do not have
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
-    newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])
+    newer = ["sampler", "rect", "fraction"]
+    newer += ["val_period", "val_batch"] if config.sampler == "weights" else []
     for name in newer:
         if getattr(config, name) != TrainConfig.model_fields[name].default:
             settings[name] = getattr(config, name)
@@ -64,7 +65,9 @@ def fingerprint(
         if value := getattr(config, name):
             from yolofleet.config.user_code import identity_of
 
-            settings[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
+            settings[name] = identity_of(
+                value, "--optimizer" if name == "optimizer_class" else "--recipe-class"
+            )
     found = {
         "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
@@ -74,7 +77,7 @@ def fingerprint(
         "names": list(model.names),
         "kernels": kernels(world.device)
         | {name: getattr(config, name) for name in BIT_SETTINGS}
-        | ({"compile": True} if config.compile else {})
+        | ({"compile": True} if config.passes == "compiled" else {})
         | ({"albumentations": _albumentations_version()} if recipe.albumentations else {}),
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }

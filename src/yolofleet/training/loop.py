@@ -23,10 +23,10 @@ from yolofleet.inference.evaluate.run import ValidationStopped
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.support.errors import CheckpointError, ClusterError, NumericsError, Stopped
 from yolofleet.support.text import listed
-from yolofleet.training.agreement import check_agreement
+from yolofleet.training.agreement import CHECK_STEPS, check_agreement
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
-from yolofleet.training.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
+from yolofleet.training.requests import NOTHING, Asked, SaveTimer, StopRequest, stop_requests
 from yolofleet.training.run_files import CHECKPOINT
 from yolofleet.training.run_steps import RunSteps
 from yolofleet.training.schedule import SpeedProbe, StepPlan, StepSplitter
@@ -71,7 +71,7 @@ class TrainingRun:
         self.unreadable = UnreadableImages(self.report)
         self.end_rules = EndRules(
             val_period=config.val_period,
-            save_period=None if config.save_period == AUTO else int(config.save_period),
+            save_period=config.save_period,
             save_steps=config.save_steps,
             overlaps=config.val_overlap and self.validations.has_images,
             follows_accuracy=self.validations.follows_accuracy,
@@ -146,7 +146,8 @@ class TrainingRun:
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
                 probe = None
-            if crosses_period(self.config.check_steps, plan.step, plan.step + 1):
+            is_last = plan.step + 1 == self.steps.schedule.steps_of_run
+            if is_last or crosses_period(CHECK_STEPS, plan.step, plan.step + 1):
                 with self.report.clock("comm"):
                     check_agreement(self.state, self.world, equal_kernels=self.equal_kernels)
             if self._end_step(plan, stop, asked):

@@ -384,7 +384,7 @@ class TrainReport:
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
         """Show the figures of an evaluation, and return them by column."""
         self.last_evaluation = evaluation
-        show_evaluation(self.world.console, evaluation, per_class=self.config.verbose)
+        show_evaluation(self.world.console, evaluation, per_class=False)
         metrics = evaluation.metrics
         return {
             "metrics/precision": metrics.figures["P"],

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from yolofleet.training.parallel.world import World
 
 NOTICE = "--preempt-notice on "
-AUTO = "auto"
 # Assumption: a host fails once a week, counting preemptions and reboots. Hosts of a cluster fail less often (a few times
 # a year), spot machines more often. The interval changes only with its square root.
 BETWEEN_FAILURES_S = 7 * 86400.0
@@ -135,8 +134,8 @@ class SaveTimer:
     Only rank 0 asks it, and the ranks share its answer: clocks of ranks differ.
 
     Args:
-        minutes: ``--save-minutes``: a number, 0 = never, or ``auto``.
-        period: ``--save-period``: with ``auto``, saves at ends of epochs are due if they are cheap.
+        minutes: between saves; 0 = never, None: as the cost of a save and the number of hosts say.
+        period: epochs between saves; None: saves at ends of epochs are due if they are cheap.
         hosts: of the run.
         now: seconds, monotonic.
 
@@ -145,7 +144,11 @@ class SaveTimer:
     """
 
     def __init__(
-        self, minutes: str, period: str, hosts: int, now: Callable[[], float] = time.monotonic
+        self,
+        minutes: float | None,
+        period: int | None,
+        hosts: int,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.minutes, self.period, self.hosts, self._now = minutes, period, hosts, now
         self.cost_s = self._spent_s = 0.0
@@ -155,15 +158,15 @@ class SaveTimer:
     @property
     def interval_s(self) -> float:
         """Seconds between two saves."""
-        if self.minutes != AUTO:
-            return 60 * float(self.minutes) or math.inf
+        if self.minutes is not None:
+            return 60 * self.minutes or math.inf
         if not self._has_saved:
             return FIRST_SAVE_S
         return max(math.sqrt(2 * self.cost_s * BETWEEN_FAILURES_S / self.hosts), self.cost_s / MOST_COST)
 
     def is_due(self, *, ends_epoch: bool) -> bool:
-        """Return whether to save after the next step. At the first end of an epoch it always is, with ``auto``."""
-        if ends_epoch and self.period == AUTO:
+        """Return whether to save after the next step. At the first end of an epoch it always is, with no ``period``."""
+        if ends_epoch and self.period is None:
             return self._now() - self._epoch_saved_at_s >= self.cost_s / MOST_COST
         return self._now() - self._saved_at_s > self.interval_s
 

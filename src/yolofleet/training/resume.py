@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from yolofleet.config.earlier import fingerprint_of_today
 from yolofleet.config.job import load_config_yaml
-from yolofleet.config.resolve import RETIRED_SETTINGS
-from yolofleet.config.resume_options import CODE, is_address
+from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.table import FAMILIES
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from yolofleet.runs.checkpoint.restart_store import RestartStore
 
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
+CODE = ("recipe_class", "optimizer_class", "callbacks")  # keys of the settings of a checkpoint
 BROUGHT = (*SHARED_RESULTS, EVENTS, LISTING)  # from an address
 MAX_RESULT_BYTES = 1 << 30
 
@@ -234,9 +235,9 @@ def check_resume(
     source = f"--resume {config.resume}"
     # Hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean. Those of other
     # families, which earlier versions stored too, had none.
+    then = fingerprint_of_today(then)
     usual = FAMILIES[now["model"]["family"]].hyperparameters().model_dump(mode="json")
     then = {**then, "recipe": {name: then["recipe"].get(name, value) for name, value in usual.items()}}
-    then["settings"] = {name: was for name, was in then["settings"].items() if name not in RETIRED_SETTINGS}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),
@@ -248,7 +249,7 @@ def check_resume(
             if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
                 hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
             if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
-                hint = "--callbacks, --recipe-class and --optimizer-class must name the code of the run, with the same source"
+                hint = "--callbacks, --recipe-class and --optimizer must name the code of the run, with the same source"
             difference = first_difference(then[part], now[part])
             if part == "names" and len(then[part]) == len(now[part]):
                 from yolofleet.families.networks.class_names import match_names  # only this error needs it

@@ -17,7 +17,7 @@ class EndRules:
 
     Attributes:
         val_period: epochs between validations.
-        save_period: epochs between checkpoints; None: ``--save-period auto``, so the request to save decides.
+        save_period: epochs between checkpoints; None: the request to save decides.
         save_steps: steps between checkpoints.
         overlaps: training goes on beside a validation (``--val-overlap``), if there are images to validate.
         follows_accuracy: the figures of a validation decide which images later epochs show (``--sampler weights``).

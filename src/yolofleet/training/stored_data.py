@@ -38,7 +38,7 @@ class StoredData(Stored):
 
     def accepted_notes(self) -> list[str]:
         return [
-            f"the data set has changed (--accept-changed-data) {screen_line(change)}"
+            f"the data set has changed (--allow changed-data) {screen_line(change)}"
             for change in self.accepted
         ]
 

@@ -1,4 +1,4 @@
-"""The optimizer of the user: ``--optimizer-class FILE.py:CLASS``."""
+"""The optimizer of the user: ``--optimizer FILE.py:CLASS``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from yolofleet.config.user_code import failure_of_code, load_class
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.optimiser import arguments_of, counts_of, is_storable
 
-FLAG = "--optimizer-class"
+FLAG = "--optimizer"
 
 
 def load_optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class that ``--optimizer-class`` names, after two updates on trial.
+    """Return the class that ``--optimizer`` names, after two updates on trial.
 
     Raises:
         ConfigError: the code cannot be loaded, its constructor does not fit, or a checkpoint cannot store its state.

@@ -44,16 +44,12 @@ def state(folder: Path, step: int) -> str:
     return name
 
 
-def order_of(folder: Path, *, states: bool = True, continues: bool = False, is_current: bool = True) -> Order:
-    return Order(
-        str(folder), [Target(f"file://{folder.parent}/store/run", states, continues, is_current)], 2, ""
-    )
+def order_of(folder: Path, *, continues: bool = False, is_current: bool = True) -> Order:
+    return Order(str(folder), [Target(f"file://{folder.parent}/store/run", continues, is_current)], 2, "")
 
 
-def copier_of(
-    folder: Path, *, states: bool = True, continues: bool = False, is_current: bool = True
-) -> TargetCopier:
-    order = order_of(folder, states=states, continues=continues, is_current=is_current)
+def copier_of(folder: Path, *, continues: bool = False, is_current: bool = True) -> TargetCopier:
+    order = order_of(folder, continues=continues, is_current=is_current)
     copier = TargetCopier(order, order.targets[0])
     copier.begin()
     return copier
@@ -153,12 +149,6 @@ def test_what_a_failed_start_left_is_no_run(run: Path):
     copier.lease.renew(ended=True)
     state(run, 1)
     copier_of(run).copy(is_last=True)
-
-
-def test_results_alone_have_no_states(run: Path):
-    state(run, 1)
-    copier_of(run, states=False).copy(is_last=True)
-    assert "results.csv" in stored(run) and not [name for name in stored(run) if "step-" in name]
 
 
 def test_growing_files_are_copied_now_and_then_and_at_the_end(run: Path):
@@ -394,9 +384,7 @@ def renewing(lease: BucketLease) -> Callable[[BucketLease], tuple[int, dict[str,
 
 
 def test_an_order_survives_its_line():
-    order = Order(
-        "/runs/a b", [Target("s3://b/r", True, False, True), Target("gs://c", False, True, False)], 3, "x y 1"
-    )
+    order = Order("/runs/a b", [Target("s3://b/r", False, True), Target("gs://c", True, False)], 3, "x y 1")
     assert Order.parse(order.line().decode()) == order
 
 

@@ -74,7 +74,7 @@ def test_version_and_help(cli):
 
 def test_help_of_a_verb_shows_every_setting_under_its_heading(cli):
     for verb, model in (("train", TrainConfig), ("val", ValConfig), ("predict", PredictConfig)):
-        out = cli(verb, "--help")[1]
+        out = cli(verb, "--help-all")[1]
         for name, field in model.model_fields.items():
             assert flag_of(name, field)[2:] in out
         assert "Input:\n" in out and "Execution:\n" in out

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.aliases import rewrite
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
@@ -80,7 +79,7 @@ def test_numbers_in_a_file_may_be_text_settings(written):
         ({"epochs": [1, 2]}, "--epochs a list of 2 is not a whole number"),
         ({"epochs": {"a": 1}}, "--epochs a mapping of 1 is not a whole number"),
         ({"stall_s": "nan"}, "--stall-s nan is not a finite number"),
-        ({"save_minutes": "nan"}, "--save-minutes nan is not of this form"),
+        ({"save_every": "nan"}, "--save-every nan has nan, which is no whole number"),
         ({"optimizer": "adam"}, "did you mean Adam?"),
         ({"optimizer": "Adagrad"}, "is not one of SGD, Adam, AdamW"),
         ({"device": "gpu"}, "--device gpu is not of this form"),
@@ -398,22 +397,25 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"cfg": "a.yaml"}, "--model yolov5n and --cfg a.yaml are mutually exclusive"),
         ({"sync_bn": True, "reduce": "exact"}, "leave out --sync-bn and raise --micro-batch"),
         ({"precision": "fp16", "device": "cpu:2"}, "CPUs do not compute in fp16"),
-        ({"deterministic": True, "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"sampler": "weights", "val_period": 0}, "it follows the accuracy in validations"),
         ({"rect": True, "sync_bn": True}, "need images of one shape"),
         ({"rect": True, "set": ["mosaic=0.5"]}, "rectangular training shows no mosaics"),
         ({"rect": True, "micro_batches_per_pass": 2}, "each micro-batch has its own shape"),
-        ({"compile": True, "reduce": "exact"}, "--compile and --reduce exact are mutually exclusive"),
-        ({"compile": True, "multi_scale": True}, "each image size would be compiled"),
-        ({"compile": True, "rect": True}, "each image size would be compiled"),
-        ({"compile": True, "sync_bn": True}, "cannot wait for other ranks"),
-        ({"compile": True, "parallel": "dp"}, "does not run in several threads"),
-        ({"compile": True, "batch": "auto"}, "--compile and --batch auto are mutually exclusive"),
+        (
+            {"passes": "compiled", "reduce": "exact"},
+            "--passes compiled and --reduce exact are mutually exclusive",
+        ),
+        ({"passes": "compiled", "rect": True}, "each image size would be compiled"),
+        ({"passes": "compiled", "sync_bn": True}, "cannot wait for other ranks"),
+        ({"passes": "compiled", "parallel": "dp"}, "does not run in several threads"),
+        (
+            {"passes": "compiled", "batch": "auto"},
+            "--passes compiled and --batch auto are mutually exclusive",
+        ),
         ({"sampler": "weight"}, "is not one of none, weights, balanced, repeat-factor"),
         ({"fraction": "1.5"}, "--fraction 1.5 is above 1"),
         ({"set": ["albumentations=[Lambda]"]}, "Lambda is not a transform"),
         ({"set": ["albumentations=Blur"]}, "is not a list of strings"),
-        ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
         (
@@ -582,9 +584,6 @@ def test_a_random_configuration_survives_the_round_trip(tmp_path):
                 if field.annotation is str and name not in (
                     "device",
                     "on_nan",
-                    "save_period",
-                    "save_minutes",
-                    "disk_cache",
                 ):
                     values[name] = "".join(
                         draw.choices("aé'\"#:&*!|>%@` \\{}[],-0123.e", k=draw.randint(0, 8))
@@ -651,20 +650,18 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     assert config.value.resume == str(folder) and config.notes == ()
 
 
-LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "optimizer_class": "package:Lion", "sync_code": True, "linked_folders": True, "accept_changed_data": True,
-             "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
-             "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",),
-             "log_server": ("mlflow=http://a.b",), "quiet": True, "checkpoint_to": "s3://b/run", "results_to": "s3://b/results"}  # fmt: skip
+LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "allow": ("linked-folders",), "preempt_notice": "a b",
+             "min_devices": 3, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",), "quiet": True, "checkpoint_to": "s3://b/run"}  # fmt: skip
 
 
 def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
     names = {name for name, field in TrainConfig.model_fields.items() if not may_be_in_files(field)}
     assert names == {*LINE_ONLY, "resume"}
-    folder = run(exist_ok=True, linked_folders=True)
+    folder = run(exist_ok=True, allow=["linked-folders"])
     resumed = resolve_train({"resume": str(folder)})[0].value
     assert all(getattr(resumed, name) == TrainConfig.model_fields[name].default for name in LINE_ONLY)
     for name, value in LINE_ONLY.items():
-        more = {"sync_code": {"hosts": "a:1"}, "log_server": {"log": "mlflow"}}.get(name, {})
+        more = {"sync_code": {"hosts": "a:1"}}.get(name, {})
         config, _ = resolve_train({"resume": str(folder), name: value, **more})
         assert (getattr(config.value, name), config.sources[name]) == (value, "command line")
 
@@ -675,28 +672,6 @@ def test_a_resumed_run_that_cannot_get_another_folder_says_so(run, tmp_path):
     assert resolve_train({"resume": str(folder), **place})[0].notes == ()
     notes = resolve_train({"resume": str(folder), "name": "b", "project": str(tmp_path)})[0].notes
     assert [note.split(":")[0] for note in notes] == ["--name is ignored", "--project is ignored"]
-
-
-def test_a_run_that_augmented_on_the_device_goes_on_with_the_cpu_and_says_so(run):
-    """Each run of an earlier version stores the setting; only another value than the CPU is worth a note."""
-    for value, notes in (("cpu", 0), ("device", 1)):
-        folder = run(value)
-        stored = (folder / "config.yaml").read_text()
-        (folder / "config.yaml").write_text(f"augment_on: {value}\n{stored}")
-        for given in ({"resume": str(folder)}, {"config_file": str(folder / "config.yaml")}):
-            config_file = given.pop("config_file", "")
-            config, _ = resolve_train(given, config_file=config_file)
-            said = [note for note in config.notes if "augment_on: device" in note]
-            assert len(config.notes) == len(said) == notes
-            assert all("has no effect: the CPU augments the images" in note for note in said)
-            assert "augment_on" not in dump_config(config)
-
-
-def test_a_retired_setting_of_a_training_is_unknown_to_other_verbs():
-    assert train(augment_on="device")[0].notes
-    assert rewrite("train", ["--augment_on=device"], {}).argv == []
-    with pytest.raises(ConfigError, match="unknown setting augment_on"):
-        resolve_val({"data": "d.yaml", "weights": "w.safetensors", "augment_on": "device"})
 
 
 def test_resume_on_another_fleet_changes_only_where_it_runs(run):

@@ -53,9 +53,7 @@ WORDS = {
     "format",
     "img",
     "on_nan",
-    "save_period",
-    "save_minutes",
-    "disk_cache",
+    "save_every",
 }
 NEW_FOLDERS = {"project", "name", "stage"}  # files with the name of a hash are added to stage
 TYPED = [
@@ -76,9 +74,9 @@ def test_every_text_of_every_verb_is_known_to_read_only_or_counts_on_the_command
 
 def test_what_reaches_hosts_programs_and_old_files_counts_on_the_command_line_only() -> None:
     assert {name for verb, name in TYPED if verb == "train"} == {
-        "linked_folders", "accept_changed_data",
-        "hosts", "optimizer_class", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice", "spares", "min_hosts", "min_devices", "host_timeout",
-        "detach", "recipe_class", "callbacks", "log_server", "quiet", "checkpoint_to", "results_to",
+        "allow",
+        "hosts", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice", "min_devices",
+        "detach", "recipe_class", "callbacks", "quiet", "checkpoint_to",
     }  # fmt: skip
     assert {("val", "json_out"), ("bench", "json_out"), ("selftest", "json_out")} <= {*TYPED}
     assert {("export", "out"), ("export", "json_out"), ("doctor", "fleet"), ("predict", "exist_ok")} <= {

@@ -231,7 +231,7 @@ def test_the_hint_for_a_disk_is_that_of_the_cache_or_of_the_runs(
     inside = storage_error(OSError(code, "refused"), cache / "objects" / "x").hint
     outside = storage_error(OSError(code, "refused"), tmp_path / "runs" / "x").hint
     assert words in inside and words in outside
-    assert "YOLOFLEET_CACHE" in inside and "--disk-cache" in inside and "--project" not in inside
+    assert "YOLOFLEET_CACHE" in inside and "YOLOFLEET_DISK_CACHE" in inside and "--project" not in inside
     assert "--project" in outside and "YOLOFLEET_CACHE" not in outside
 
 

@@ -495,7 +495,7 @@ def test_a_resumed_run_with_a_linked_folder_on_a_host_needs_a_flag(
         ConfigError, match=r"on n0, .*/there/checkpoints is a symbolic link to .*/other"
     ) as caught:
         claimed(settings, host, Path("here"))
-    assert "--linked-folders" in caught.value.render() and f"{tmp_path}/there" in caught.value.render()
+    assert "--allow linked-folders" in caught.value.render() and f"{tmp_path}/there" in caught.value.render()
     assert [path.name for path in Path("there").iterdir()] == ["checkpoints"] and not list(
         Path("here").iterdir()
     )

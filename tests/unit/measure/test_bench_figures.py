@@ -260,7 +260,7 @@ def test_settings_that_a_measurement_cannot_use_are_not_offered(verb: str) -> No
     assert command is not None
     flags = {flag for parameter in command.params for flag in parameter.opts}
     assert {"--data", "--model", "--img", "--device", "--cache", "--precision", "--json"} <= flags
-    assert not {"--resume", "--hosts", "--save-period", "--patience", "--restarts", "--plots"} & flags
+    assert not {"--resume", "--hosts", "--save-every", "--patience", "--restarts", "--plots"} & flags
 
 
 def test_the_configuration_of_a_run_can_be_measured(tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def test_an_automatic_batch_leaves_enough_steps(
     ("given", "says"),
     [
         ({"batch": 0}, "--batch 0 is below 1"),
-        ({"batch": 16, "batch_memory": 0.5}, "--batch-memory 0.5 has no effect with --batch 16"),
-        ({"batch": "auto", "batch_memory": 1.5}, "--batch-memory 1.5 is above 1"),
-        ({"batch": "auto", "sync_bn": True}, "--sync-bn and --batch auto are mutually exclusive"),
+        ({"batch": 0.05}, "--batch 0.05 is neither a number of images nor auto nor a share"),
+        ({"batch": "-7"}, "--batch -7 is neither a number of images nor auto nor a share"),
+        ({"batch": "auto", "sync_bn": True}, "--batch auto and --sync-bn are mutually exclusive"),
         ({"batch": -1, "micro_batches_per_pass": 2}, "mutually exclusive: auto chooses both"),
         ({"batch": "some"}, "--batch some is not a whole number"),
     ],
@@ -122,7 +122,10 @@ def test_settings_that_contradict_an_automatic_batch(given: dict[str, object], s
 def test_auto_is_understood_everywhere() -> None:
     for value in ("auto", "-1", -1):
         config, _ = resolve_train({"data": "d", "model": "yolov5n", "batch": value, "micro_batch": value})
-        assert (config.value.batch, config.value.micro_batch) == (-1, -1)
+        assert (config.value.batch, config.value.micro_batch, config.value.batch_memory) == (-1, -1, 0.9)
+    for share in ("0.8", ".8", 0.8):
+        config, _ = resolve_train({"data": "d", "model": "yolov5n", "batch": share})
+        assert config.value.batch_memory == 0.8 and config.spelled("batch") == "--batch 0.8"
 
 
 def test_the_memory_of_a_process_is_known_with_its_own_limits(monkeypatch: pytest.MonkeyPatch) -> None:

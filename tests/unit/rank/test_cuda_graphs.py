@@ -85,7 +85,7 @@ def test_only_the_part_that_reads_images_is_replayed_on_request(
     plain, graphed = (small_run("dfine-n", precision=precision, images=2, micro_batch=1) for _ in range(2))
     captured(graphed, images=1)
     assert graphed.state.replicas.lead.usual_pass is None, "not measured on a GPU"
-    captured(graphed, images=1, cuda_graphs="on")
+    captured(graphed, images=1, passes="graphs")
     for run in (plain, graphed):
         run.do(2)
     assert shapes == 4 * [torch.Size((1, 3, 64, 64))]
@@ -98,14 +98,13 @@ def test_a_network_that_reads_targets_everywhere_has_no_graph(
 ) -> None:
     run = small_run()
     monkeypatch.setattr(type(run.state.replicas.lead.model), "reads_targets", True)
-    with pytest.raises(ConfigError, match="--cuda-graphs on: all of the network reads the targets"):
-        captured(run, cuda_graphs="on")
+    with pytest.raises(ConfigError, match="--passes graphs: all of the network reads the targets"):
+        captured(run, passes="graphs")
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"compile": True}, "kernels of its own"),
         ({"rect": True}, "size of the images varies"),
         ({"size_high": 1.5}, "size of the images varies"),
         ({"sync_bn": True}, "sums over the ranks during a pass"),
@@ -115,14 +114,14 @@ def test_a_network_that_reads_targets_everywhere_has_no_graph(
 )
 def test_other_runs_have_no_graph(more: dict[str, Any], reason: str, shapes: list[torch.Size]) -> None:
     assert captured(small_run(), **more).state.replicas.lead.usual_pass is None
-    with pytest.raises(ConfigError, match=f"--cuda-graphs on: .*{reason}"):
-        captured(small_run(), cuda_graphs="on", **more)
+    with pytest.raises(ConfigError, match=f"--passes graphs: .*{reason}"):
+        captured(small_run(), passes="graphs", **more)
 
 
 def test_several_processes_have_graphs_on_request(shapes: list[torch.Size]) -> None:
     assert captured(small_run(), ranks=2).state.replicas.lead.usual_pass is None
-    assert captured(small_run(), ranks=2, cuda_graphs="on").state.replicas.lead.usual_pass is not None
-    assert captured(small_run(), cuda_graphs="off").state.replicas.lead.usual_pass is None
+    assert captured(small_run(), ranks=2, passes="graphs").state.replicas.lead.usual_pass is not None
+    assert captured(small_run(), passes="plain").state.replicas.lead.usual_pass is None
 
 
 def test_a_graph_needs_launches_that_take_long_or_a_request(
@@ -131,7 +130,7 @@ def test_a_graph_needs_launches_that_take_long_or_a_request(
     assert captured(small_run()).state.replicas.lead.usual_pass is not None
     monkeypatch.setattr(TrainingPass, "launch_share", lambda self, images: 0.7)
     assert captured(small_run()).state.replicas.lead.usual_pass is None
-    assert captured(small_run(), cuda_graphs="on").state.replicas.lead.usual_pass is not None
+    assert captured(small_run(), passes="graphs").state.replicas.lead.usual_pass is not None
 
 
 def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +141,8 @@ def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.Monk
     peaks = iter([0, FREE // 2])
     assert captured(small_run()).state.replicas.lead.usual_pass is None
     peaks = iter([0, FREE // 2])
-    with pytest.raises(ConfigError, match="--cuda-graphs on: cpu has too little memory"):
-        captured(small_run(), cuda_graphs="on")
+    with pytest.raises(ConfigError, match="--passes graphs: cpu has too little memory"):
+        captured(small_run(), passes="graphs")
     peaks = iter([0, FREE // 3])
     assert captured(small_run()).state.replicas.lead.usual_pass is not None
 
@@ -159,7 +158,7 @@ def test_a_network_that_torch_cannot_capture_trains_without_a_graph(
     assert run.state.replicas.lead.usual_pass is None
     run.do(2)
     with pytest.raises(ConfigError, match="cannot capture the network: operation not permitted"):
-        captured(run, cuda_graphs="on")
+        captured(run, passes="graphs")
 
 
 def test_memory_of_a_graph_counts_until_it_is_gone(

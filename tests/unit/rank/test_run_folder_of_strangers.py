@@ -114,7 +114,7 @@ def test_a_file_that_says_where_states_are_is_text_and_no_link(tmp_path: Path, v
     where = stored_run(tmp_path) / "checkpoints" / "where.txt"
     where.with_name("step-000000001.safetensors").unlink()
     where.write_bytes(b"node-a:/data/exp/checkpoints\n")
-    resume = TrainConfig(resume=str(where.parents[1]), linked_folders=True)
+    resume = TrainConfig(resume=str(where.parents[1]), allow=("linked-folders",))
     with pytest.raises(ConfigError, match="are on node-a, in /data/exp/checkpoints"):
         find_run(resume, is_named=False)
     where.write_bytes(b"node-\xff\xfe:/work")
@@ -143,8 +143,8 @@ def test_a_run_with_a_linked_folder_continues_only_when_asked(tmp_path: Path, na
     (folder / name).symlink_to(other)
     with pytest.raises(ConfigError, match="is a symbolic link to") as caught:
         find_run(TrainConfig(resume=str(folder)), is_named=False)
-    assert "--linked-folders" in caught.value.hint and str(other) in caught.value.what
-    found = find_run(TrainConfig(resume=str(folder), linked_folders=True), is_named=False)
+    assert "--allow linked-folders" in caught.value.hint and str(other) in caught.value.what
+    found = find_run(TrainConfig(resume=str(folder), allow=("linked-folders",)), is_named=False)
     assert found is not None and found.folder == folder
 
 

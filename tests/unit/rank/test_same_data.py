@@ -108,21 +108,21 @@ def test_other_times_and_folders_are_no_change(place: Path, change: str) -> None
 
 def test_a_replaced_image_is_refused_until_it_is_accepted_or_restored(place: Path) -> None:
     pad(images(place))
-    resume(place, "--epochs", "2", "--accept-changed-data")  # longer files
+    resume(place, "--epochs", "2", "--allow", "changed-data")  # longer files
     shutil.copytree(place / "data", place / "kept")
     for path in images(place)[:6]:
         replace(path)
     saved = sorted((place / "runs/train/run/checkpoints").glob("step-*"))
     said = resume(place, "--epochs", "3", code=3)
     assert "6 changed: images/train/000000.png (other content), " in said and "and 2 more" in said
-    assert "--accept-changed-data" in said
+    assert "--allow changed-data" in said
     assert sorted((place / "runs/train/run/checkpoints").glob("step-*")) == saved
-    said = resume(place, "--epochs", "3", "--accept-changed-data")
+    said = resume(place, "--epochs", "3", "--allow", "changed-data")
     assert "warning: the run goes on with another data set: 6 changed: images/train/000000.png" in said
     said = resume(place, "--epochs", "4")  # the change is now a part of the run
     assert (
         "warning" not in said
-        and said.count("the data set has changed (--accept-changed-data) after step") == 2
+        and said.count("the data set has changed (--allow changed-data) after step") == 2
     )
     shutil.rmtree(place / "data")
     (place / "kept").rename(place / "data")
@@ -133,7 +133,7 @@ def test_a_replaced_image_is_refused_until_it_is_accepted_or_restored(place: Pat
 
 def test_the_report_of_a_run_names_an_accepted_change(place: Path) -> None:
     pad(images(place)[:2])
-    resume(place, "--epochs", "2", "--accept-changed-data", "--plots")
+    resume(place, "--epochs", "2", "--allow", "changed-data", "--plots")
     (event,) = events_of(place / "runs/train/run", "changed_data")
     assert event["why"].startswith("2 changed: images/train/000000.png (other content)")
     assert (
@@ -159,7 +159,7 @@ def test_a_run_that_accepted_a_change_and_was_lost_before_a_state_is_refused_wit
     pad(images(place)[:1])
     checkpoints = place / "runs/train/run/checkpoints"
     shutil.copytree(checkpoints, place / "states")
-    resume(place, "--epochs", "2", "--accept-changed-data")
+    resume(place, "--epochs", "2", "--allow", "changed-data")
     for path in checkpoints.glob("step-*"):
         path.unlink()
     for path in (place / "states").glob("step-*"):
@@ -170,7 +170,7 @@ def test_a_run_that_accepted_a_change_and_was_lost_before_a_state_is_refused_wit
 def test_an_image_with_the_size_and_time_of_another_is_not_noticed(place: Path) -> None:
     """As docs/failures.md says: reading all images at each start would take too long."""
     pad(images(place))
-    resume(place, "--epochs", "2", "--accept-changed-data")
+    resume(place, "--epochs", "2", "--allow", "changed-data")
     replace(images(place)[0], is_time_kept=True)
     assert "warning" not in resume(place, "--epochs", "3")
 
@@ -189,7 +189,13 @@ def test_another_number_of_training_images_is_refused_with_names(place: Path, ch
     else:
         images(place)[3].unlink()
         name, count = "images/train/000003.png (gone)", IMAGES - 1
-    for more in ((), ("--accept-changed-data",)):
+    for more in (
+        (),
+        (
+            "--allow",
+            "changed-data",
+        ),
+    ):
         said = resume(place, "--epochs", "2", *more, code=3)
         assert (
             f"{count} training images instead of {IMAGES}: " in said and name in said and "--weights" in said
@@ -199,7 +205,7 @@ def test_another_number_of_training_images_is_refused_with_names(place: Path, ch
 def test_an_image_of_the_validation_may_go_if_that_is_accepted(place: Path) -> None:
     images(place, "val")[0].unlink()
     assert "1 changed: images/val/000000.png (gone)" in resume(place, "--epochs", "2", code=3)
-    resume(place, "--epochs", "2", "--accept-changed-data")
+    resume(place, "--epochs", "2", "--allow", "changed-data")
     assert resume(place, "--epochs", "3").count("warning") == 1  # of its label file, which has no image now
 
 
@@ -207,7 +213,7 @@ def test_labels_count(place: Path) -> None:
     label = place / "data/labels/val/000000.txt"
     label.write_text(label.read_text().splitlines()[0] + "\n")
     assert "1 changed: labels, sizes of images in pixels" in resume(place, "--epochs", "2", code=3)
-    resume(place, "--epochs", "2", "--accept-changed-data")
+    resume(place, "--epochs", "2", "--allow", "changed-data")
     assert "warning" not in resume(place, "--epochs", "3")
 
 
@@ -221,8 +227,8 @@ def test_other_times_without_a_digest_are_refused(place: Path) -> None:
         path.touch()
     said = resume(place, "--epochs", "2", code=3)
     assert "15 with another time and no digest to compare: images/train/000005.png" in said
-    assert "cp -p" in said and "--accept-changed-data" in said
-    said = resume(place, "--epochs", "2", "--accept-changed-data")
+    assert "cp -p" in said and "--allow changed-data" in said
+    said = resume(place, "--epochs", "2", "--allow", "changed-data")
     assert "warning: the run goes on with another data set: 15 with another time" in said
     said = resume(place, "--epochs", "3")
     assert "warning" not in said and "after step" in said
@@ -247,7 +253,7 @@ def test_without_its_listing_a_run_resumes_over_the_same_files_only(place: Path,
     shutil.rmtree(place / "cache")
     said = resume(place, "--epochs", "3", code=3)
     assert "no digest to compare" in said
-    resume(place, "--epochs", "3", "--accept-changed-data")
+    resume(place, "--epochs", "3", "--allow", "changed-data")
     assert "warning" not in resume(place, "--epochs", "4")
 
 
@@ -285,7 +291,7 @@ def test_names_of_files_are_shown_without_control_characters(place: Path) -> Non
     label.rename(label.with_name("a\x1b[2J\n\udcff.txt"))
     said = resume(place, "--epochs", "2", code=3)
     assert "\x1b[2J" not in said and "000000.png (gone)" in said and r"a\x1b[2J\n\udcff.png (new)" in said
-    resume(place, "--epochs", "2", "--accept-changed-data")
+    resume(place, "--epochs", "2", "--allow", "changed-data")
     assert "warning" not in resume(place, "--epochs", "3")
 
 

@@ -1,4 +1,4 @@
-"""What --log and --log-server accept, and what a run says when a logger cannot be used."""
+"""What --log accepts, and what a run says when a logger cannot be used."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ TRAIN = {"data": "shapes", "model": "yolov5n"}
         ({"log": "clearml"}, "clearml is not a logger", "one or more of tensorboard, wandb, mlflow"),
         ({"log": "wandb,comet"}, "comet is not a logger", "one or more of tensorboard, wandb, mlflow"),
         ({"log": "csv,wandb"}, "csv'? is not a logger", "every run writes results.csv"),
-        ({"log": "mlflow", "log_server": "wandb=https://a.b"}, "no effect without --log wandb", "--log mlflow,wandb"),
-        ({"log": "mlflow", "log_server": "mlflow=ftp://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
-        ({"log": "tensorboard", "log_server": "tensorboard=http://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
+        ({"log": "mlflow=ftp://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
+        ({"log": "wandb,tensorboard=http://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
     ],
 )  # fmt: skip
 def test_a_logger_that_cannot_be_is_refused(settings: dict[str, str], what: str, hint: str) -> None:
@@ -42,44 +41,43 @@ def test_a_logger_that_cannot_be_is_refused(settings: dict[str, str], what: str,
 )
 def test_an_address_with_a_secret_is_refused_without_showing_it(address: str) -> None:
     with pytest.raises(ConfigError, match="may hold a secret") as caught:
-        resolve_train({**TRAIN, "log": "mlflow", "log_server": f"mlflow={address}"})
+        resolve_train({**TRAIN, "log": f"mlflow={address}"})
     assert "pa55word" not in caught.value.render()
     with pytest.raises(ConfigError, match="may hold a secret") as caught:  # without NAME=
-        resolve_train({**TRAIN, "log": "mlflow", "log_server": address})
+        resolve_train({**TRAIN, "log": address})
     assert "pa55word" not in caught.value.render()
 
 
 def test_a_study_goes_on_with_or_without_its_server(tmp_path: Path) -> None:
-    given = {**TRAIN, "log": "mlflow", "log_server": ("mlflow=http://a.b",)}
+    given = {**TRAIN, "log": ("tensorboard", "mlflow=http://a.b")}
     config, recipe = resolve_tune(given)
     (tmp_path / "config.yaml").write_text(dump_config(config, recipe))
     (tmp_path / STUDY).touch()
-    again = {"resume": str(tmp_path), "log_server": ("mlflow=http://a.b",)}
-    resumed, _ = resolve_tune(again)
-    assert resumed.value.log_server == ("mlflow=http://a.b",) and not resumed.notes
+    resumed, _ = resolve_tune({"resume": str(tmp_path), "log": ("mlflow=http://a.b",)})
+    assert resumed.value.log == ("mlflow=http://a.b",) and not resumed.notes
     resumed, _ = resolve_tune({"resume": str(tmp_path)})
-    assert resumed.value.log == "mlflow" and resumed.value.log_server == ()
-    assert "to send them: --log-server mlflow=http://a.b" in resumed.notes[0]
+    assert resumed.value.log == ("tensorboard", "mlflow")
+    assert "to send them: --log tensorboard --log mlflow=http://a.b" in resumed.notes[0]
 
 
 def test_a_file_may_choose_loggers_but_no_server(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("log: mlflow\n")
     config, _ = resolve_train(TRAIN, config_file=str(file))
-    assert config.value.log == "mlflow"
-    file.write_text("log: mlflow\nlog_server: mlflow=http://a.b\n")
+    assert config.value.log == ("mlflow",)
+    file.write_text("log: [tensorboard, mlflow=http://a.b]\n")
     with pytest.raises(ConfigError, match="cannot be set in a file"):
         resolve_train(TRAIN, config_file=str(file))
 
 
 def test_the_resume_command_of_a_fleet_names_the_server() -> None:
-    config, _ = resolve_train({**TRAIN, "log": "mlflow", "log_server": "mlflow=http://a.b", "hosts": "n0:1"})
+    config, _ = resolve_train({**TRAIN, "log": "mlflow=http://a.b", "hosts": "n0:1"})
     options = resume_options(config.value)
-    assert options[options.index("--log-server") + 1] == "mlflow=http://a.b"
+    assert options[options.index("--log") + 1] == "mlflow=http://a.b"
 
 
 def test_a_missing_package_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config, _ = resolve_train({**TRAIN, "log": "wandb", "tensorboard": True})
+    config, _ = resolve_train({**TRAIN, "log": ("tensorboard", "wandb")})
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--log tensorboard needs the package") as caught:
         loggers.check_usable(config.value)
@@ -90,7 +88,7 @@ def test_a_missing_package_is_said_with_its_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "tensorboard", pytest)
     if loggers.find_spec("wandb").origin is None:  # type: ignore[union-attr]
         with pytest.raises(ConfigError, match="--log wandb needs the package wandb"):
-            loggers.check_usable(config.value.model_copy(update={"tensorboard": False}))
+            loggers.check_usable(config.value.model_copy(update={"log": ("wandb",)}))
 
 
 def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tmp_path: Path) -> None:
@@ -107,10 +105,13 @@ def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tm
     assert run().known_id() == ""
 
 
-def test_the_run_of_an_earlier_version_goes_on_with_tensorboard() -> None:
-    config, _ = load_config_yaml(Path(__file__).parents[2] / "golden" / "run" / "exp" / "config.yaml")
-    assert config.value.log == "" and loggers.logger_names(config.value) == []
-    assert loggers.logger_names(config.value.model_copy(update={"tensorboard": True})) == ["tensorboard"]
+def test_the_run_of_an_earlier_version_goes_on_with_tensorboard(tmp_path: Path) -> None:
+    stored = Path(__file__).parents[2] / "golden" / "run" / "exp" / "config.yaml"
+    config, _ = load_config_yaml(stored)
+    assert loggers.logger_names(config.value) == []
+    file = tmp_path / "config.yaml"
+    file.write_text(stored.read_text().replace("tensorboard: false", "tensorboard: true"))
+    assert loggers.logger_names(load_config_yaml(file)[0].value) == ["tensorboard"]
 
 
 def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.M
         ("http://[::1]:1/", True),
         ("https://a.b/", False),
     ):
-        config, _ = resolve_train({**TRAIN, "log": "mlflow", "log_server": f"mlflow={address}"})
+        config, _ = resolve_train({**TRAIN, "log": f"mlflow={address}"})
         with nullcontext() if is_here else pytest.raises(ConfigError, match="YOLOFLEET_OFFLINE is set"):
             loggers.check_usable(config.value)
 

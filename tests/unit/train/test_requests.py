@@ -12,7 +12,9 @@ from yolofleet.training.requests import FIRST_SAVE_S, SaveTimer
 class Run:
     """A run whose saves take ``cost_s``."""
 
-    def __init__(self, cost_s: float, *, minutes: str = "auto", period: str = "auto", hosts: int = 1) -> None:
+    def __init__(
+        self, cost_s: float, *, minutes: float | None = None, period: int | None = None, hosts: int = 1
+    ) -> None:
         self.now_s, self.cost_s = 0.0, cost_s
         self.timer = SaveTimer(minutes, period, hosts, now=lambda: self.now_s)
 
@@ -73,11 +75,11 @@ def test_a_save_in_mid_epoch_does_not_put_off_that_of_a_long_epoch() -> None:
     assert run.timer.is_due(ends_epoch=True) and not run.timer.is_due(ends_epoch=False)
 
 
-@pytest.mark.parametrize(("minutes", "interval_s"), [("10", 600.0), ("0.5", 30.0), ("0", math.inf)])
-def test_a_number_of_minutes_is_that_whatever_a_save_costs(minutes: str, interval_s: float) -> None:
-    run = Run(100.0, minutes=minutes, period="1")
+@pytest.mark.parametrize(("minutes", "interval_s"), [(10, 600.0), (0.5, 30.0), (0, math.inf)])
+def test_a_number_of_minutes_is_that_whatever_a_save_costs(minutes: float, interval_s: float) -> None:
+    run = Run(100.0, minutes=minutes, period=1)
     assert run.timer.interval_s == interval_s
     run.save()
     assert run.timer.interval_s == interval_s
     run.now_s += 0.99 * min(interval_s, 1e9)
-    assert not run.timer.is_due(ends_epoch=True), "--save-period 1 saves there, without the timer"
+    assert not run.timer.is_due(ends_epoch=True), "--save-every 1epochs saves there, without the timer"

@@ -133,12 +133,12 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert "lr0 0.001 was chosen for AdamW; with SGD start from --set lr0=0.01" in notes(
         optimizer="SGD", recipe="finetune"
     )
-    assert "with package:Lion choose --set lr0" in notes(optimizer_class="package:Lion")
+    assert "with package:Lion choose --set lr0" in notes(optimizer="package:Lion")
     assert notes(optimizer="Adam", recipe="rtdetr") == "", "the rate of AdamW is right for Adam"
     for name, rate in (("SGD", "0.001"), ("Adamax", "0.0002")):
         said = notes(optimizer=name, recipe="rtdetr")
         assert said == f"lr0 0.0001 was chosen for AdamW; with {name} start from --set lr0={rate}"
-    assert notes("lr0=0.0003", optimizer_class="package:Lion") == "", "the user chose it"
+    assert notes("lr0=0.0003", optimizer="package:Lion") == "", "the user chose it"
     assert "20 epochs of 100 images: 56 steps, most of them in the warm-up of 1600" in notes(
         images=100, epochs=20
     )

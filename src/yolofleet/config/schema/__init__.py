@@ -8,13 +8,17 @@ The names below are those of a training and its validation, which every rank nee
 """
 
 from yolofleet.config.schema.fields import AUTO as AUTO
+from yolofleet.config.schema.fields import HEADINGS as HEADINGS
+from yolofleet.config.schema.fields import PREFETCH as PREFETCH
 from yolofleet.config.schema.fields import Frozen as Frozen
 from yolofleet.config.schema.fields import Natural as Natural
 from yolofleet.config.schema.fields import Optimizer as Optimizer
 from yolofleet.config.schema.fields import best_weights as best_weights
+from yolofleet.config.schema.fields import choices_of as choices_of
 from yolofleet.config.schema.fields import flag_of as flag_of
 from yolofleet.config.schema.fields import group_of as group_of
 from yolofleet.config.schema.fields import may_be_in_files as may_be_in_files
+from yolofleet.config.schema.fields import rules_of as rules_of
 from yolofleet.config.schema.fields import setting as setting
 from yolofleet.config.schema.inference import ValConfig as ValConfig
 from yolofleet.config.schema.recipe import GivenRecipe as GivenRecipe

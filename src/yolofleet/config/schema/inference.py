@@ -19,6 +19,7 @@ from yolofleet.config.schema.fields import (
     Unit,
     display_setting,
     execution_setting,
+    failure_setting,
     file_of_weights,
     input_setting,
     json_setting,
@@ -81,8 +82,8 @@ class ValConfig(FleetSettings, InferenceSettings):
     max_det: Natural = method_setting(300, "maximum number of boxes per image")
     classes: Texts = method_setting((), "measure only these classes, by number or name; may be repeated")
     batch: Natural = method_setting(32, "images per batch; the batches are the same on every fleet")
-    timeout_s: Natural = execution_setting(600, "timeout of a collective operation, seconds")
-    stall_s: float = execution_setting(
+    timeout_s: Natural = failure_setting(600, "timeout of a collective operation, seconds")
+    stall_s: float = failure_setting(
         30.0,
         "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs and ends; 0 = never",
         ge=0,

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from yolofleet.config.schema.fields import (
     PER_DEVICE_HELP,
+    Clash,
     FleetSettings,
     HostSettings,
     LengthSettings,
@@ -142,6 +143,9 @@ class TuneConfig(RunSettings):
         False,
         "choose the values of a trial when a device is free, from all results; faster, but not reproducible",
         flag="--async",
+        clashes=(
+            Clash("generation", "without generations, each result counts at once", if_given="generation"),
+        ),
     )
     devices_per_trial: Natural = execution_setting(
         1, "devices of each trial; the number of devices of each host must be a multiple of N"

@@ -9,8 +9,10 @@ from yolofleet.config.schema.fields import (
     DEVICE,
     MAX_SIDE_PX,
     MAX_THREADS,
+    PRECISION_CLASHES,
     PRECISION_HELP,
     TRUST_HELP,
+    Clash,
     CodeSettings,
     Device,
     DeviceSettings,
@@ -54,7 +56,12 @@ class DoctorConfig(DeviceSettings):
     hosts: str = input_setting(
         "", "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2", in_files=False
     )
-    fleet: str = input_setting("", "hosts to check, from a fleet file (YAML)", in_files=False)
+    fleet: str = input_setting(
+        "",
+        "hosts to check, from a fleet file (YAML)",
+        in_files=False,
+        clashes=(Clash("hosts", "both choose the hosts"),),
+    )
     log: str = input_setting(
         "",
         "explain the errors in a log of NCCL, gloo or torchrun: a file, a run folder, or - for standard input",
@@ -71,7 +78,6 @@ class DoctorConfig(DeviceSettings):
     micro_batch: int = length_setting(
         0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0
     )  # fmt: skip
-    prefetch: Natural = execution_setting(4, "micro-batches that each loader process prepares in advance")
     port: int = execution_setting(29500, "port of the rendezvous to check", ge=1, le=65535)
     quick: bool = length_setting(
         False, "only quick checks (1 to 2 seconds): no import of torch, no measurements"
@@ -97,11 +103,26 @@ class ExportConfig(CodeSettings):
     )
     batch: int = input_setting(1, "images per forward pass", ge=1, le=4096)
     dynamic: Literal["none", "batch", "size", "both"] = input_setting(
-        "none", "dimensions that stay variable in the file: none, batch, image size, or both"
+        "none",
+        "dimensions that stay variable in the file: none, batch, image size, or both",
+        clashes=(
+            Clash(
+                "batch",
+                "a variable batch has no size",
+                "leave out --batch",
+                mine=lambda sizes: sizes in ("batch", "both"),
+                theirs=bool,
+                if_given="batch",
+            ),
+        ),
     )
     half: bool = method_setting(False, "compute in 16 bits; inputs and outputs stay 32-bit")
     int8: bool = method_setting(
-        False, "compute in 8 bits, with ranges from images of --data; inputs and outputs stay 32-bit"
+        False,
+        "compute in 8 bits, with ranges from images of --data; inputs and outputs stay 32-bit",
+        clashes=tuple(
+            Clash(other, "both change how the file stores its weights") for other in ("half", "simplify")
+        ),
     )
     calibration_images: Natural = method_setting(
         64, "with --int8: images of the train split that find the ranges"
@@ -138,7 +159,7 @@ class BenchConfig(CodeSettings):
     passes: Natural = length_setting(30, "measured forward passes, after a few for warm-up")
     device: Device = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)
     threads: int = execution_setting(0, "CPU threads; 0 = all cores", ge=0, le=MAX_THREADS)
-    precision: Precision = execution_setting("auto", PRECISION_HELP)
+    precision: Precision = execution_setting("auto", PRECISION_HELP, clashes=PRECISION_CLASHES)
     json_out: str = json_setting("the results")
 
 

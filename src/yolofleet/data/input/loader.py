@@ -287,7 +287,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         if -getattr(signal, "SIGBUS", 7) in codes or "shared memory" in text or "No space left" in text:
             raise DataError(
                 "shared memory (/dev/shm) is too small for the loader processes",
-                hint=f"{fewer}, --prefetch 1, or more of it (docker run --shm-size=8g)",
+                hint=f"{fewer}, or more of it (docker run --shm-size=8g)",
             ) from None
         if -9 in codes:
             raise DataError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.config.schema import Recipe, closing_epoch
+from yolofleet.config.schema import PREFETCH, Recipe, closing_epoch
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.geometry.view import Look
 from yolofleet.data.images.decode import Seen
@@ -368,7 +368,7 @@ def train_loader(
     match: Match,
     *,
     workers: int,
-    prefetch: int = 4,
+    prefetch: int = PREFETCH,
     pin_memory: bool = False,
 ) -> Loader[MicroBatchKey, MicroBatch]:
     """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.

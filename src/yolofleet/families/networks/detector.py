@@ -44,7 +44,7 @@ class Detector(nn.Module):
         reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
             denoising queries. Everywhere else it gets images alone.
         image_part: the module that reads images alone, which a network with ``reads_targets`` may have. ``forward`` takes
-            its result as the third argument. ``--compile`` and CUDA graphs hold this part only, because targets have
+            its result as the third argument. ``--passes compiled`` and CUDA graphs hold this part only, because targets have
             another shape in each pass.
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """

@@ -29,6 +29,7 @@ FORMS = (
 )
 FILE_FORM = "docs/several-machines.md describes the fleet file"
 FIRST_PORT = 29500
+SPARE = ":spare"  # ends a host that waits and replaces a lost one
 MOST_HOSTS, MOST_GPUS = 1024, 64
 HERE = "localhost"  # this machine, without ssh
 Values = TypeVar("Values", bound=Frozen)
@@ -109,7 +110,7 @@ class Fleet:
 
     def with_spares(self, spares: Fleet) -> Fleet:
         """Return the fleet with other hosts as spares. Raise ConfigError if a host is named twice."""
-        hosts = _fleet([*self.hosts, *spares.hosts], self.source).hosts
+        hosts = _fleet([(host, False) for host in (*self.hosts, *spares.hosts)], self.source).hosts
         return replace(self, hosts=hosts, starts_on=len(self.active))
 
     def file_of(self, host: Host) -> str:
@@ -136,13 +137,13 @@ class Fleet:
 
 
 def parse_hosts(text: str, device: str = "auto", source: str = "--hosts") -> Fleet:
-    """Return the fleet of ``a:8,b:4,c:0+2,d:cpu:2``. A name without devices gets those of ``--device``.
+    """Return the fleet of ``a:8,b:4,c:0+2,d:cpu:2,e:8:spare``. A name without devices gets those of ``--device``.
 
     Raises:
         ConfigError: an entry is not valid.
     """
     entries = [entry.strip() for entry in text.split(",")]
-    return _fleet([_short(entry, device, source) for entry in entries], source)
+    return _fleet([(_short(entry, device, source), _is_spare(entry)) for entry in entries], source)
 
 
 def load_fleet(path: Path, device: str = "auto") -> Fleet:
@@ -169,7 +170,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
         raise ConfigError(
             f"hosts: {shown(listed)} is not a list", source=f"{path}:{line}", hint="hosts: [a:8, b:4]"
         )
-    hosts = [_listed(entry, defaults, device, path, line) for entry in listed]
+    hosts = [(_listed(entry, defaults, device, path, line), _is_spare(entry)) for entry in listed]
     return _fleet(hosts, str(path), **_checked(FleetNumbers, path, values))
 
 
@@ -200,7 +201,16 @@ def given_fleet(config: Resolved[Any], device: str = "") -> Fleet | None:
     return named_fleet(hosts, file, device or config.value.device)
 
 
-def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:
+def _is_spare(entry: object) -> bool:
+    return isinstance(entry, str) and entry.endswith(SPARE)
+
+
+def _fleet(listed: list[tuple[Host, bool]], source: str, **settings: Any) -> Fleet:
+    """Return the fleet of hosts, each with whether it waits as a spare."""
+    spares = [host for host, is_spare in listed if is_spare]
+    hosts = [*(host for host, is_spare in listed if not is_spare), *spares]
+    if spares and len(spares) == len(hosts):
+        raise ConfigError("all hosts are spares", source=source, hint=f"a:8,b:8,c:8{SPARE}")
     names = [host.name.rpartition("@")[2].lower() for host in hosts]
     if not hosts or len(hosts) > MOST_HOSTS:
         raise ConfigError(
@@ -211,14 +221,14 @@ def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:
         raise ConfigError(
             f"host {twice} is named twice", source=source, hint=f"name it once, with all its devices: {FORMS}"
         )
-    return Fleet(tuple(hosts), source, **settings)
+    return Fleet(tuple(hosts), source, **settings, starts_on=len(hosts) - len(spares) if spares else 0)
 
 
 # -- the short form ------------------------------------------------------------------------------------------
 
 
 def _short(entry: str, device: str, source: str) -> Host:
-    match = re.fullmatch(rf"({NAME})(?::(.*))?", entry, re.DOTALL)
+    match = re.fullmatch(rf"({NAME})(?::(.*))?", entry.removesuffix(SPARE), re.DOTALL)
     if not match:
         raise ConfigError(f"{shown(entry)} is not a host", source=source, hint=FORMS)
     name, spec = match[1], match[2]

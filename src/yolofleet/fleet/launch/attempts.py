@@ -360,11 +360,11 @@ class HostAttempts(Closing):
         rules, gives_up_at_s, is_told = self.rules, time.monotonic() + RETURN_S, False
         while True:
             devices = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
-            if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
+            if self.members and devices >= rules.min_devices:
                 return True
             awaited = self.returns.awaited()
             if time.monotonic() > gives_up_at_s or not awaited:
-                inform("too few hosts are left (--min-hosts, --min-devices)")
+                inform("too few hosts are left (--min-devices)")
                 return False
             if not is_told:
                 inform(

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from yolofleet.fleet.launch.next_action import RestartRules
     from yolofleet.fleet.launch.schedulers.scheduler import JobSettings, ScheduledRun
 
-WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
-LEAST_TIMEOUT_S = 5.0
+WITH_HOSTS = ("min_devices",)  # settings that need --hosts
 START_PORT = "FLAGS_START_PORT"  # PaddleDetection's variable: the first port to try
 OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
     *("hosts", "fleet", "sync_code", "detach", "restarts"),
@@ -149,10 +148,17 @@ def fleet_of(
             hint="leave it out; it counts for hosts that are named without devices",
         )
     if not isinstance(settings, TrainConfig):
+        check_no_spares(found, settings.verb)
         return found
     if settings.detach:
         check_detach(found, settings)
-    return with_failure_settings(found, settings)
+    devices = sum(host.processes for host in found.hosts)
+    if settings.min_devices > devices:
+        raise ConfigError(
+            f"--min-devices {settings.min_devices}, and there are {devices} with all spares",
+            hint=f"--min-devices {devices}, or name more hosts",
+        )
+    return found
 
 
 def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
@@ -178,30 +184,14 @@ def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
             )
 
 
-def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
-    """Return the fleet with ``--spares`` and ``--host-timeout``. Raise ConfigError if a setting contradicts the hosts."""
-    from yolofleet.fleet.hosts.fleet import parse_hosts
-
-    if settings.spares:
-        fleet = fleet.with_spares(parse_hosts(settings.spares, settings.device, "--spares"))
-    if 0 < settings.host_timeout < LEAST_TIMEOUT_S:
+def check_no_spares(fleet: Fleet, verb: str) -> None:
+    """Raise ConfigError if a host is a spare, for a verb that goes on without lost hosts."""
+    if fleet.spare:
         raise ConfigError(
-            f"--host-timeout {settings.host_timeout:g} is too short: hosts send a message every 2 s",
-            hint=f"at least {LEAST_TIMEOUT_S:g}",
+            f"{fleet.spare[0].name} is a spare, and {verb} replaces no host",
+            source=fleet.source,
+            hint="leave out :spare, or the host",
         )
-    if settings.host_timeout:
-        fleet = replace(fleet, silence_s=settings.host_timeout)
-    devices = sum(host.processes for host in fleet.hosts)
-    for flag, wanted, there in (
-        ("--min-hosts", settings.min_hosts, len(fleet.hosts)),
-        ("--min-devices", settings.min_devices, devices),
-    ):
-        if wanted > there:
-            raise ConfigError(
-                f"{flag} {wanted}, and there are {there} with all spares",
-                hint=f"{flag} {there}, or name more hosts",
-            )
-    return fleet
 
 
 def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
@@ -210,7 +200,7 @@ def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
 
     if not isinstance(settings, TrainConfig):
         return RestartRules()
-    return RestartRules(settings.restarts, settings.min_hosts, settings.min_devices)
+    return RestartRules(settings.restarts, settings.min_devices)
 
 
 # -- what the hosts of a run get -----------------------------------------------------------------------------
@@ -254,7 +244,7 @@ def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)
         if value != field.default:
-            options += [flag_of(name, field), f"{value:g}" if isinstance(value, float) else str(value)]
+            options += [flag_of(name, field), str(value)]
     return options
 
 

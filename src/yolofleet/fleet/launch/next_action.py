@@ -34,11 +34,10 @@ class RestartRules:
 
     Attributes:
         restarts: at most so many within an hour; 0: the first failure ends the run.
-        min_hosts, min_devices: with fewer, the run waits for hosts to come back.
+        min_devices: with fewer, the run waits for hosts to come back.
     """
 
     restarts: int = 0
-    min_hosts: int = 1
     min_devices: int = 1
 
 

@@ -97,8 +97,8 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
     probes = [read_probe(Path(path)) for path in c.probe]
     hosts = given_fleet(config)
     if hosts is not None:
-        measured = [(probe_of_host(host.name, probes), host.processes) for host in hosts.hosts]
-        return [planned.measured(listed([host.name for host in hosts.hosts], most=2), measured)]
+        measured = [(probe_of_host(host.name, probes), host.processes) for host in hosts.active]
+        return [planned.measured(listed([host.name for host in hosts.active], most=2), measured)]
     devices = processes_of(c.device) if config.is_given("device") and c.device != "auto" else 0
     return [
         planned.measured(f"{count} x {probe.host}", [(probe, devices or probe.devices)] * count)

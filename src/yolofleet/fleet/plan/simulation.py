@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from yolofleet.config.schema import PREFETCH
 from yolofleet.fleet.plan.formula import (
     RankShare,
     adding_s,
@@ -32,7 +33,6 @@ from yolofleet.support.random_numbers import generator
 
 MOST_RANKS = 4096
 STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
-PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # lower limit of a step's time, as a factor of its mean
 SHOWN = 0.005  # share of a step: smaller parts are left out of the table
 COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time")

@@ -191,11 +191,8 @@ class Comparison:
             # larger passes would get other kernels on a GPU, where several micro-batches pass together by default
             "micro_batches_per_pass": 1 if equal_kernels else 0,
             "workers": 0,
-            "check_steps": 1,
-            "save_steps": 1,
+            "save_every": ("0", "1steps"),
             "keep_last": self.config.steps,
-            "save_period": 0,
-            "save_minutes": 0,
             "val_period": 0,
             "autoanchor": False,
             "plots": False,

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
-from yolofleet.config.resume_options import REPEATED
-from yolofleet.config.schema import RunSettings, flag_of
+from yolofleet.config.schema import RunSettings, flag_of, may_be_in_files, rules_of
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import Unreachable
@@ -123,12 +122,13 @@ def base_arguments(config: Resolved[TuneConfig], recipe_file: Path) -> list[str]
     words = [f"--recipe={recipe_file}"]
     for name, setting in RunSettings.model_fields.items():
         value, flag = getattr(config.value, name), flag_of(name, setting)
-        if name in (*OWN, *REPEATED) or value == setting.default:
+        is_repeated = rules_of(setting).again and not may_be_in_files(setting, value)  # at each start
+        if name in OWN or is_repeated or value == setting.default:
             continue
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words.append(f"{flag}={value}")
+            words += [f"{flag}={one}" for one in (value if isinstance(value, tuple) else (value,))]
     return words
 
 

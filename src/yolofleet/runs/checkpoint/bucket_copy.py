@@ -53,13 +53,11 @@ class Target:
     """An address that gets copies.
 
     Attributes:
-        states: also of the states of the run.
         continues: the run there is this one; else there must be none.
         is_current: nothing there is later than the folder, or the run goes on from there.
     """
 
     address: str
-    states: bool
     continues: bool
     is_current: bool
 
@@ -235,8 +233,7 @@ class TargetCopier:
         """Return the regular files of the run by their path in the folder, with values that change with the content."""
         found: dict[str, tuple[int, int, int]] = {}
         # states first: what belongs to a state is written before it
-        folders = [self.folder / STATES] if self.target.states else []
-        for top in [*folders, self.folder]:
+        for top in (self.folder / STATES, self.folder):
             for root, below, names in os.walk(top):
                 below[:] = [name for name in below if _is_result(name) and name != STATES]
                 for name in filter(_is_result, names):

@@ -34,7 +34,7 @@ class LoggedRun:
         folder: for the files of this logger, inside the run folder. The logger creates it.
         name, project: of the run: the names of its folder and of the folder above.
         settings: by name, as numbers and text, without secrets.
-        server: address of ``--log-server``; "" = write files, and send nothing.
+        server: address of ``--log NAME=ADDRESS``; "" = write files, and send nothing.
         resumed: the run continues from a checkpoint.
     """
 

@@ -239,10 +239,10 @@ def started_loggers(
     """
     names = logger_names(config)
     without_secrets, path = Redaction(os.environ), folder.path.resolve()
-    values = config.model_dump(mode="json", exclude={"log_server"}).items()
+    values = {**config.model_dump(mode="json"), "log": ",".join(names)}.items()  # no addresses
     settings = {k: v if isinstance(v, (bool, int, float)) else without_secrets(str(v)) for k, v in values}
     run = {"name": path.name, "project": path.parent.name, "settings": settings, "resumed": resumed}
-    servers = servers_of(config.log_server)
+    servers = servers_of(config)
     if "wandb" in names and "wandb" not in servers:
         servers["wandb"], note = wandb_server(os.environ)
         console.note(note)

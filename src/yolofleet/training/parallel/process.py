@@ -51,7 +51,7 @@ def usable_cores() -> int:
 
 
 def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = False) -> None:
-    """Apply ``--deterministic`` and ``--cudnn-benchmark``; exact sums imply deterministic kernels.
+    """Apply ``--deterministic``; exact sums imply deterministic kernels.
 
     Args:
         sizes_vary: the image size changes from step to step.
@@ -62,9 +62,7 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = F
         torch.use_deterministic_algorithms(True)
         kernels: Any = torch.utils.deterministic  # its stub is empty
         kernels.fill_uninitialized_memory = False  # 1 to 5 % of a step on CPUs
-    benchmark = config.cudnn_benchmark == "on" or (
-        config.cudnn_benchmark == "auto" and not deterministic and not sizes_vary
-    )
+    benchmark = not deterministic and not sizes_vary
     devices.choose_kernels(deterministic=deterministic, benchmark=benchmark, tf32=tf32)
 
 

@@ -33,7 +33,7 @@ class Replica:
     """The network on one device, with its gradients and batch-norm statistics.
 
     Attributes:
-        usual_pass: calls the network for passes of ``usual_images`` images: compiled by the first of them (``--compile``),
+        usual_pass: calls the network for passes of ``usual_images`` images: compiled by the first of them (``--passes compiled``),
             or as CUDA graphs. It shares the parameters of ``model``, whose names stay as they are. None: ``model`` does it.
         timed_images: of the passes whose convolutions cuDNN may time; 0: of all.
         synced: batch norm is synchronised over ranks.
@@ -94,7 +94,7 @@ class Replica:
             self.usual_pass = lambda pixels, targets: model(pixels, targets, call(pixels))
 
     def kernels(self, images: int) -> AbstractContextManager[None]:
-        """Choose kernels by measured time (``--cudnn-benchmark``) inside the block only if that pays for such a pass.
+        """Choose kernels by measured time inside the block only if that pays for such a pass.
 
         Warm-up has a pass of each size up to the full one. For each new size cuDNN would time about 180 problems of yolov5s.
         """

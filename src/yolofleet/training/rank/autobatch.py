@@ -102,7 +102,7 @@ def chosen_settings(
             f"into the memory of {least.memory}",
             source="a trial of the largest forward and backward pass",
             hint=f"a smaller --img, --model{' or --micro-batch' if many else ''}, "
-            f"{'no --val-overlap, ' if overlaps(config) else ''}or a --batch-memory above {config.batch_memory:g}",
+            f"{'no --val-overlap, ' if overlaps(config) else ''}or a share above --batch {config.batch_memory:g}",
         )
     size = sizes[least.images]
     per_process = len(shares) // len(every)

@@ -1,4 +1,4 @@
-"""The copies of a run in stores (``--checkpoint-to``, ``--results-to``), as rank 0 starts and ends them."""
+"""The copies of a run in a store (``--checkpoint-to``), as rank 0 starts and ends them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from queue import Empty, Queue
 
 from yolofleet.config.resolve import FIRST_START, Resolved
-from yolofleet.config.resume_options import COPIES, is_address
+from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
 from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.runs.report.console import NullConsole
@@ -93,11 +93,10 @@ def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart
     """Return the addresses that get copies of the run; ``is_restart``: a launcher has started the processes again."""
     config, found = resolved.value, list[Target]()
     before = _log_of_copies(folder) if config.resume else []
-    for name in COPIES:
-        if address := getattr(config, name).removesuffix("/"):
-            was_ours = resolved.sources[name] == FIRST_START or COPIES_TO + address in before
-            is_current = is_restart or address == config.resume
-            found.append(Target(address, name == "checkpoint_to", is_current or was_ours, is_current))
+    if address := config.checkpoint_to.removesuffix("/"):
+        was_ours = resolved.sources["checkpoint_to"] == FIRST_START or COPIES_TO + address in before
+        is_current = is_restart or address == config.resume
+        found.append(Target(address, is_current or was_ours, is_current))
     return found
 
 

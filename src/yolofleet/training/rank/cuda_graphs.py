@@ -1,4 +1,4 @@
-"""Decide whether the passes of a run become CUDA graphs (``--cuda-graphs``), and make them before its first step."""
+"""Decide whether the passes of a run become CUDA graphs (``--passes``), and make them before its first step."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from yolofleet.training.rank.memory_probe import LargestPass, reserved_by
 def capture(
     config: TrainConfig, sizes: tuple[float, float], largest: LargestPass, images: int, world: World
 ) -> None:
-    """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
+    """Make CUDA graphs for passes of ``images`` images (``--passes``). No collective.
 
     Args:
         sizes: smallest and largest training size, as fractions of ``--img``.
 
     Raises:
-        ConfigError: ``--cuda-graphs on`` where they are not possible.
+        ConfigError: ``--passes graphs`` where they are not possible.
     """
-    model, is_asked = cast(Detector, largest.state.model), config.cuda_graphs == "on"
+    model, is_asked = cast(Detector, largest.state.model), config.passes == "graphs"
     # nobody has run those of several processes and of parts of a network on GPUs
     is_unproven = world.size > 1 or model.reads_targets
-    if config.cuda_graphs == "off" or (is_unproven and not is_asked):
+    if config.passes in ("plain", "compiled") or (is_unproven and not is_asked):
         return
     replicas, device = largest.state.replicas, largest.state.replicas.lead.device
     part = replicas.lead.image_part
     reasons = {
         f"devices of type {device.type} have none": not devices.has_graphs(device),
         "the size of the images varies": config.rect or sizes != (1, 1),
-        "--compile makes kernels of its own": config.compile,
         "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
@@ -62,4 +61,4 @@ def capture(
             devices.release_memory(device)
             reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
     if reason and is_asked:
-        raise ConfigError(f"--cuda-graphs on: {reason}", hint="--cuda-graphs auto")
+        raise ConfigError(f"--passes graphs: {reason}", hint="--passes auto")

@@ -27,7 +27,6 @@ from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.runs.checkpoint.memory_slots import PATHS
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.storage.caches import DISK_CACHE
 from yolofleet.support.errors import DataError
 from yolofleet.support.system.proc import network_disk
 from yolofleet.support.terminal import duration
@@ -104,7 +103,7 @@ def read_inputs(
         optimizer = load_optimizer_class(config.optimizer_class)
     data = _data(resolved, recipe_class, world)
     # a run that goes on from another host must not fail here
-    if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
+    if world.is_main and not world.restarts and config.log:
         from yolofleet.config.loggers import check_usable
 
         check_usable(config)
@@ -131,8 +130,6 @@ def read_inputs(
 def _data(resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     config = resolved.value
-    if config.disk_cache:
-        os.environ[DISK_CACHE] = config.disk_cache
     with world.activity.doing("data set"):
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):

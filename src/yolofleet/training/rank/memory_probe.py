@@ -243,7 +243,7 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
         at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
         hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
     elif settings.batch < 0:
-        at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
+        at_once, hint = f"--batch auto, --img {settings.img}", "--batch 0.8, or --batch 16"
     else:
         micro_batch = settings.likely_micro_batch
         smaller = [d for d in divisors(settings.batch) if d < micro_batch]

@@ -12,7 +12,14 @@ import torch
 
 from yolofleet.config.decide import check_micro_batch, decide
 from yolofleet.config.resolve import MEASURED, Resolved, with_values
-from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
+from yolofleet.config.schema import (
+    PREFETCH,
+    TARGET_MICRO_BATCH,
+    Recipe,
+    TrainConfig,
+    ValConfig,
+    closing_epoch,
+)
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader
@@ -148,7 +155,7 @@ def built_network(inputs: Inputs, start: Start, world: World) -> Network:
         description, anchors = with_fitting_anchors(description, data, recipe.value, img, config.seed)
     with world.activity.doing("network"):
         model = build_network(description, weights, data.names, config.seed, world.console)
-    sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
+    sizes = (recipe.value.size_low, recipe.value.size_high)
     # kernels cannot be timed for the training alone while a validation runs beside it
     sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=inputs.precision == "tf32")
@@ -194,12 +201,12 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         with world.activity.doing("Triton kernels"):
             per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
         with world.activity.doing("CUDA graphs"):
-            if config.cuda_graphs == "on" or devices.has_graphs(world.device):
+            if config.passes == "graphs" or devices.has_graphs(world.device):
                 from yolofleet.training.rank.cuda_graphs import capture  # not for runs on CPUs
 
                 capture(config, network.sizes, largest, per_pass * splitter.micro_batch, world)
         del beside
-    if config.compile:
+    if config.passes == "compiled":
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     splitter = replace(splitter, per_pass=per_pass)
     return Prepared(config, state, schedule, splitter, tuple(frozen), averaged_network(network.model, state))
@@ -248,8 +255,7 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
     """Move the network to its devices; return the training state, the schedule and the names of frozen parameters."""
     config, model, recipe = inputs.config, network.model, network.recipe.value
     model.to(world.device)
-    if config.channels_last:
-        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
+    cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
     model.train()
     frozen = freeze(model, config.freeze)
     if config.checkpoint_activations:
@@ -327,8 +333,8 @@ def micro_batch_loader(
         training_samples(config, recipe, data.train, cache, img=network.img, stride=network.stride),
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
-        prefetch=-(-config.prefetch // prepared.splitter.per_pass),
-        pin_memory=config.pin_memory and devices.can_pin(world.device),
+        prefetch=-(-PREFETCH // prepared.splitter.per_pass),
+        pin_memory=devices.can_pin(world.device),
     )
 
 
@@ -352,10 +358,10 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
     if network.sizes != (1, 1):
         source = network.recipe.sources["size_high" if network.sizes[1] != 1 else "size_low"]
         raise ConfigError(
-            "--compile and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
+            "--passes compiled and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
             "compiled".format(*network.sizes),
             source=source,
-            hint="--set size_low=1 --set size_high=1, or leave out --compile",
+            hint="--set size_low=1 --set size_high=1, or leave out --passes",
         )
     keep_compiled()
     try:
@@ -366,9 +372,9 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
         if devices.is_out_of_memory(problem):
             raise
         raise ConfigError(
-            f"--compile: torch {torch.__version__} cannot compile the network on {world.device}",
+            f"--passes compiled: torch {torch.__version__} cannot compile the network on {world.device}",
             source=" ".join(str(problem).split())[:300],
-            hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
+            hint="leave out --passes; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
             "cache folder (YOLOFLEET_CACHE) without spaces in its path",
         ) from None
 
@@ -382,7 +388,7 @@ def header_lines(
     model, recipe = network.model, network.recipe.value
     frozen = f", {len(prepared.frozen)} tensors frozen" if prepared.frozen else ""
     fused = " (batch norm in Triton)" if prepared.state.statistics.is_fused else ""
-    has_graphs = prepared.state.replicas.lead.usual_pass is not None and not config.compile
+    has_graphs = prepared.state.replicas.lead.usual_pass is not None and config.passes != "compiled"
     graphs = "CUDA graphs, " if has_graphs else ""
     steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
     rounded = (
@@ -398,7 +404,7 @@ def header_lines(
         + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
         + f"{graphs}{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
-        f"{recipe.reference_batch} images a step), {schedule.form}, {config.optimizer_class or config.optimizer}",
+        f"{recipe.reference_batch} images a step), {schedule.form}, {config.optimizer}",
         "image": f"{network.img} px{rounded}{varied}"
         + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")

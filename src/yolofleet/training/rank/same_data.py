@@ -6,7 +6,7 @@ other times. For each host:
 1. Its copy has one of these ids: nothing has changed.
 2. Else its files are compared with a listing of the run, which is beside the states or in the cache. Where only times differ, the
    contents are read and compared with the digests of the listing.
-3. What differs, and what cannot be compared, ends the run, unless ``--accept-changed-data``: then all later states say so.
+3. What differs, and what cannot be compared, ends the run, unless ``--allow changed-data``: then all later states say so.
    Beside a host whose copy has not changed, a copy that cannot be compared causes a warning, as at the start of a run.
 """
 
@@ -89,7 +89,7 @@ def check_same_data(
         if texts
     )
     is_beside_known = not set(copies).isdisjoint(then.copies)
-    hint = "restore the files, or --accept-changed-data goes on with these"
+    hint = "restore the files, or --allow changed-data goes on with these"
     if then.images != images:
         hint = f"their number decides the steps of the run: {MUST_RESTORE}"
         raise refused(f"{images} training images instead of {then.images}: {summary}", hint)

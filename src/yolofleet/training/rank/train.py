@@ -81,8 +81,9 @@ def train(
 
 def _copies(resolved: Resolved[TrainConfig], world: World, folder: RunFolder) -> AbstractContextManager[None]:
     """Copy the run to a store while the context lasts, if the settings ask for it. Collective: every rank."""
-    is_asked = bool(resolved.value.checkpoint_to or resolved.value.results_to)
-    if not world.gather(is_asked)[0]:  # the folder of rank 0 is copied, and each machine has its own command
+    if not world.gather(bool(resolved.value.checkpoint_to))[
+        0
+    ]:  # the folder of rank 0 is copied, and each machine has its own command
         return nullcontext()
     from yolofleet.training.rank.copies import copied_run
 
@@ -226,7 +227,7 @@ def _loggers(
     config: TrainConfig, folder: RunFolder, world: World, resumed: bool
 ) -> AbstractContextManager[Loggers | None]:
     """Return the loggers of rank 0 as a context; without ``--log`` a context of None, and nothing is imported."""
-    if not world.is_main or not (config.log or config.tensorboard):
+    if not world.is_main or not config.log:
         return nullcontext()
     from yolofleet.runs.loggers.running import started_loggers
 

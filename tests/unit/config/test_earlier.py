@@ -1,0 +1,128 @@
+"""Settings of earlier versions: what a user gets for them, and what a stored run does with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yolofleet.config.aliases import rewrite
+from yolofleet.config.earlier import EARLIER, fingerprint_of_today
+from yolofleet.config.job import dump_config, load_config_yaml
+from yolofleet.config.load import resolve_train, resolve_val
+from yolofleet.config.schema import TrainConfig
+from yolofleet.support.errors import ConfigError
+
+MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
+MOVED: list[tuple[str, Any, str, dict[str, Any]]] = [
+    (
+        "save_steps",
+        5,
+        "--save-every=5steps",
+        {"save_every": ("5steps",), "save_steps": 5, "save_period": None},
+    ),
+    ("save_period", "3", "--save-every=3epochs", {"save_period": 3, "save_minutes": None}),
+    ("save_minutes", 0.5, "--save-every=0.5min", {"save_minutes": 0.5}),
+    ("tensorboard", True, "--log=tensorboard", {"log": ("tensorboard",)}),
+    ("multi_scale", True, "--set=size_low=0.5 --set=size_high=1.5", {}),
+    ("optimizer_class", "m:C", "--optimizer=m:C", {"optimizer": "m:C", "optimizer_class": "m:C"}),
+    ("compile", True, "--passes=compiled", {"passes": "compiled"}),
+    ("cuda_graphs", "on", "--passes=graphs", {"passes": "graphs"}),
+    ("cuda_graphs", "off", "--passes=plain", {"passes": "plain"}),
+    ("accept_changed_data", True, "--allow=changed-data", {"accept_changed_data": True}),
+    ("linked_folders", True, "--allow=linked-folders", {"linked_folders": True}),
+]
+
+
+def test_each_setting_of_an_earlier_version_is_gone_and_goes_on_or_says_what_to_do() -> None:
+    assert not EARLIER.keys() & TrainConfig.model_fields.keys()
+    assert {name for name, setting in EARLIER.items() if setting.now} == {name for name, *_ in MOVED}
+    assert all(bool(setting.now) != bool(setting.instead) for setting in EARLIER.values())
+
+
+@pytest.mark.parametrize(("name", "value", "flags", "settings"), MOVED)
+def test_a_setting_that_has_another_name_now_is_read_with_a_note(
+    name: str, value: Any, flags: str, settings: dict[str, Any]
+) -> None:
+    typed = [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    rewritten = rewrite("train", typed, {})
+    assert " ".join(rewritten.argv) == flags and len(rewritten.notes) == 1
+    config, recipe = resolve_train({**MINIMAL, name: value})
+    assert {key: getattr(config.value, key) for key in settings} == settings
+    assert [note for note in config.notes if note.startswith(f"{name} ")]
+    assert (recipe.value.size_low == 0.5) == (name == "multi_scale")
+
+
+@pytest.mark.parametrize(("name", "value", "flags", "settings"), MOVED)
+def test_a_stored_run_of_an_earlier_version_keeps_it_in_silence(
+    name: str, value: Any, flags: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    stored = dump_config(*resolve_train(MINIMAL)).replace("sources:", f"sources:\n  {name}: command line")
+    for line in ("save_every: []", "log: []", "allow: []"):
+        stored = stored.replace(f"{line}\n", "")
+    (tmp_path / "config.yaml").write_text(
+        f"{name}: {str(value).lower() if value is True else value}\n{stored}"
+    )
+    config, recipe = load_config_yaml(tmp_path / "config.yaml")
+    assert {key: getattr(config.value, key) for key in settings} == settings and not config.notes
+    assert (recipe.value.size_low == 0.5) == (name == "multi_scale")
+
+
+@pytest.mark.parametrize("name", [name for name, setting in EARLIER.items() if not setting.now])
+def test_a_setting_that_is_gone_says_what_to_do(name: str, tmp_path: Path) -> None:
+    setting = EARLIER[name]
+    with pytest.raises(ConfigError, match="no such setting any more") as caught:
+        resolve_train({**MINIMAL, name: "secret"})
+    assert caught.value.hint == setting.instead and "secret" not in caught.value.render()
+    with pytest.raises(ConfigError, match="no such setting any more"):
+        rewrite("train", [f"--{name.replace('_', '-')}", "secret"], {})
+    resolve_train({**MINIMAL, name: setting.default})
+    file = tmp_path / "config.yaml"
+    stored = dump_config(*resolve_train(MINIMAL))
+    file.write_text(
+        f"{name}: {list(setting.default) if setting.default == () else setting.default!r}\n{stored}"
+    )
+    assert not load_config_yaml(file)[0].notes, "a default"
+    file.write_text(f"{name}: secret\n{stored}")
+    (note,) = load_config_yaml(file)[0].notes
+    assert note.startswith(f"{name} (") and setting.instead in note and "secret" not in note
+
+
+def test_an_earlier_setting_of_trainings_is_unknown_to_other_verbs() -> None:
+    with pytest.raises(ConfigError, match="unknown setting augment_on"):
+        resolve_val({"data": "d.yaml", "weights": "w.safetensors", "augment_on": "device"})
+
+
+def test_the_fingerprint_of_a_checkpoint_of_an_earlier_version_is_that_of_today() -> None:
+    then = {
+        "settings": {
+            "batch": 4,
+            "multi_scale": True,
+            "augment_on": "cpu",
+            "optimizer_class": "C with SHA-256 1",
+        },
+        "recipe": {"lr0": 1, "size_low": 1.0, "size_high": 1.0},
+        "kernels": {"threads": 1, "channels_last": True},
+    }
+    assert fingerprint_of_today(then) == {
+        "settings": {"batch": 4, "optimizer_class": "C with SHA-256 1"},
+        "recipe": {"lr0": 1, "size_low": 0.5, "size_high": 1.5},
+        "kernels": {"threads": 1},
+    }
+    then["kernels"]["channels_last"] = False  # type: ignore[index]
+    assert fingerprint_of_today(then)["kernels"]["channels_last"] is False, "which today's bits differ from"
+
+
+def test_the_numbers_of_save_every_replace_earlier_ones_of_their_unit() -> None:
+    for given, numbers in (
+        (("1epochs,10min", "2epochs"), (2, 0, 10)),
+        (("500 steps",), (None, 500, None)),
+        (("5steps", "0"), (0, 0, 0)),
+        (("0", "1step"), (0, 1, 0)),
+    ):
+        c = resolve_train({**MINIMAL, "save_every": given})[0].value
+        assert (c.save_period, c.save_steps, c.save_minutes) == numbers
+    for wrong in ("5", "1.5epochs", "auto", "10h", "-1steps"):
+        with pytest.raises(ConfigError, match="no whole number of epochs or steps"):
+            resolve_train({**MINIMAL, "save_every": wrong})
