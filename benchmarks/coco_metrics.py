@@ -15,8 +15,8 @@ import time
 
 import numpy as np
 
-from yolofleet.inference.evaluate.coco import FIGURES, summarize
-from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes, match_detections
+from yolofleet.tasks.boxes.coco import FIGURES, summarize
+from yolofleet.tasks.boxes.matching import Labels, ScoredBoxes, match_detections
 
 CLASSES, LABELS, FOUND = 80, 7, 100  # COCO val2017 has 7.3 labels an image
 

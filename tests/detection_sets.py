@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes
+from yolofleet.tasks.boxes.matching import Labels, ScoredBoxes
 
 
 @dataclass(frozen=True)

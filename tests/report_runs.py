@@ -14,10 +14,10 @@ from yolofleet.config.load import resolve_train
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.inference.evaluate.coco import summarize
+from yolofleet.tasks.boxes.coco import summarize
 from yolofleet.inference.evaluate.figures import shared_sample, write_figures
 from yolofleet.inference.evaluate.gather import Evaluation
-from yolofleet.inference.evaluate.matching import ScoredBoxes, confusion_matrix, match_detections
+from yolofleet.tasks.boxes.matching import ScoredBoxes, confusion_matrix, match_detections
 from yolofleet.inference.evaluate.run import PARTS
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder

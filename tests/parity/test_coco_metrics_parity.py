@@ -8,8 +8,8 @@ from conditioning import compare
 from detection_sets import DetectionSet, load_set, pycocotools_figures, random_set
 from reference import parity
 
-from yolofleet.inference.evaluate.coco import FIGURES, CocoMetrics, summarize
-from yolofleet.inference.evaluate.matching import match_detections
+from yolofleet.tasks.boxes.coco import FIGURES, CocoMetrics, summarize
+from yolofleet.tasks.boxes.matching import match_detections
 
 
 def figures_of(everything: DetectionSet) -> CocoMetrics:

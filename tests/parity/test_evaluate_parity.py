@@ -14,7 +14,7 @@ from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.reader import read_weights
 from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.inference.evaluate.coco import FIGURES
+from yolofleet.tasks.boxes.coco import FIGURES
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
 from yolofleet.training.parallel.world import World
 

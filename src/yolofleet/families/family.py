@@ -71,6 +71,7 @@ class Family:
     # "FORMAT", "FORMAT --half", "FORMAT --int8": why not
     no_export: Mapping[str, str] = field(default_factory=dict)
     safetensors_use: str = ""  # how another program reads our files; ``{file}`` is the path
+    task: Any = None  # a ``tasks.task.Task`` of a user's family, if its networks name one that is not ours
     user_code: bool = False  # of network and loss, about which nothing is known then
 
     @property

@@ -32,6 +32,8 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
 from yolofleet.support import devices
 from yolofleet.support.terminal import duration
+from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.task import Task
 from yolofleet.training.agreement import kernels
 from yolofleet.training.forecast import MEASURED_STEPS, Forecast
 from yolofleet.training.parallel.process import versions
@@ -76,6 +78,7 @@ class TrainReport:
         header: description of the model, for weights files.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
         pages: None without --plots.
+        task: of the network.
     """
 
     world: World
@@ -91,6 +94,7 @@ class TrainReport:
     status: RunStatus | None
     header: WeightsHeader
     is_writer: bool
+    task: Task = BOXES
     last_evaluation: Evaluation | None = None
     files: RunFiles = field(init=False)
     forecast: Forecast = field(init=False)
@@ -104,7 +108,8 @@ class TrainReport:
 
     def __post_init__(self) -> None:
         losses, world, clock = list(by_name(self.terms, [0.0] * len(self.terms))), self.world, self.clock
-        self.files = RunFiles(self.folder, losses, self.header, self.is_writer, world, clock, self.callbacks)
+        shared = (world, clock, self.callbacks, self.task.columns)
+        self.files = RunFiles(self.folder, losses, self.header, self.is_writer, *shared)
         self.forecast = Forecast(self.config, self.dataset_images, clock)
         if self.config.plots:
             from yolofleet.training.pages import RunPages
@@ -385,12 +390,9 @@ class TrainReport:
         """Show the figures of an evaluation, and return them by column."""
         self.last_evaluation = evaluation
         show_evaluation(self.world.console, evaluation, per_class=False)
-        metrics = evaluation.metrics
+        figures, columns = evaluation.metrics.figures, evaluation.task.columns
         return {
-            "metrics/precision": metrics.figures["P"],
-            "metrics/recall": metrics.figures["R"],
-            "metrics/mAP50": metrics.map50,
-            "metrics/mAP50-95": metrics.map50_95,
+            **{column: max(figures[name], 0.0) for column, name in columns.items()},
             "val_seconds": evaluation.seconds["wall"],
             **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items() if value},
         }

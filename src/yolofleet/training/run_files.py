@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from yolofleet.families.weights.value import Weights, WeightsHeader, write_weigh
 from yolofleet.runs.checkpoint.names import RESULTS
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
+from yolofleet.runs.report.results import BOX_COLUMNS, ResultsTable, numbers, read_rows
 from yolofleet.storage.atomic import is_deleted, write_json
 from yolofleet.support.errors import StorageError
 from yolofleet.training.parallel.world import World
@@ -30,7 +30,7 @@ class RunFiles:
     """The files that one rank writes.
 
     Attributes:
-        losses: names of the loss columns.
+        losses: names of the loss columns. columns: of the task's figures.
         header: description of the model, for weights files.
         is_writer: this rank writes; on other ranks the methods do nothing.
         describe: writes the files that a resume needs beside a state.
@@ -44,6 +44,7 @@ class RunFiles:
     world: World
     clock: Clock
     callbacks: Callbacks | None
+    columns: Iterable[str] = BOX_COLUMNS
     describe: Callable[[], None] = lambda: None
     problem: str = ""
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried
@@ -51,7 +52,7 @@ class RunFiles:
     _rows: list[Mapping[str, float]] = field(default_factory=list)  # likewise
 
     def __post_init__(self) -> None:
-        self.table = ResultsTable(self.folder.results_csv, self.losses)
+        self.table = ResultsTable(self.folder.results_csv, self.losses, self.columns)
 
     @contextmanager
     def saving(self, what: str, *, is_last: bool = False) -> Iterator[None]:

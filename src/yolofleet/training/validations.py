@@ -20,7 +20,6 @@ from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.run import EvaluationSettings, OnBatch, Validation, ValidationStopped
-from yolofleet.runs.report.results import fitness_of
 from yolofleet.support import devices
 from yolofleet.training.parallel.process import loader_processes
 from yolofleet.training.report import TrainReport
@@ -167,7 +166,7 @@ class Validations:
 
         As long as the fitness is 0, the newest weights are the best: they have learned most.
         """
-        fitness, best = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95), self.state.progress
+        fitness, best = evaluation.task.fitness(evaluation.metrics.figures), self.state.progress
         if fitness > best.best_fitness or fitness == best.best_fitness == 0:
             self.state.note(best_fitness=fitness, best_epoch=epoch)
             self.report.files.write_weights("best", self.state, epoch, weights)
@@ -182,8 +181,9 @@ class Validations:
 
 
 def _class_ap_of(evaluation: Evaluation) -> list[float]:
-    """Return the mAP50-95 of each class; -1 for a class without labels."""
-    return [figures["AP"] for figures in evaluation.metrics.per_class.values()]
+    """Return the last figure of the screen for each class; for boxes mAP50-95, -1 for a class without labels."""
+    name = list(evaluation.task.of_class.values())[-1]
+    return [figures[name] for figures in evaluation.metrics.per_class.values()]
 
 
 class OverlappedValidation:

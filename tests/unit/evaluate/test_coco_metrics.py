@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from detection_sets import random_set
 
-from yolofleet.inference.evaluate.coco import FIGURES, summarize
-from yolofleet.inference.evaluate.matching import (
+from yolofleet.tasks.boxes.coco import FIGURES, summarize
+from yolofleet.tasks.boxes.matching import (
     Labels,
     ScoredBoxes,
     confusion_matrix,
@@ -110,8 +110,8 @@ def test_figures_are_equal_to_the_last_bit_for_any_sharding(shards):
     order = np.random.default_rng(shards).permutation(everything.image_ids)
     parts = []
     for mine in np.array_split(order, shards):  # 30 shards of 25 images: five ranks have nothing to do
-        labels = rows(everything.labels, np.isin(everything.labels.image, mine))
-        found = rows(everything.found, np.isin(everything.found.image, mine))
+        labels = everything.labels.rows(np.isin(everything.labels.image, mine))
+        found = everything.found.rows(np.isin(everything.found.image, mine))
         parts.append(match_detections(labels, found, classes=4, images_seen=len(mine)))
     merged = merge(parts)
     whole = match_detections(everything.labels, everything.found, classes=4, images_seen=25)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from reference import parity
 
-from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors, voc_ap
-from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, Labels, ScoredBoxes, confusion_matrix
+from yolofleet.tasks.boxes.error_analysis import KINDS, analyse_errors, voc_ap
+from yolofleet.tasks.boxes.matching import CONFUSION_SCORE, Labels, ScoredBoxes, confusion_matrix
 
 
 def labelled(*table, crowd=()):

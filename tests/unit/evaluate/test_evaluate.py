@@ -21,8 +21,8 @@ from yolofleet.families.networks import index_limit
 from yolofleet.families.networks.combined import CombinedNetwork
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.evaluate.batches import labels_of, val_batches
-from yolofleet.inference.evaluate.coco import FIGURES
-from yolofleet.inference.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.tasks.boxes.coco import FIGURES
+from yolofleet.tasks.boxes.files import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.world import World

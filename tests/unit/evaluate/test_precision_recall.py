@@ -6,8 +6,8 @@ import torch
 from reference import parity
 
 from yolofleet.data.geometry.boxes import iou_matrix
-from yolofleet.inference.evaluate.coco import precision_recall
-from yolofleet.inference.evaluate.matching import (
+from yolofleet.tasks.boxes.coco import precision_recall
+from yolofleet.tasks.boxes.matching import (
     Labels,
     ScoredBoxes,
     confusion_matrix,

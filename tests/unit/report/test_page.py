@@ -276,10 +276,10 @@ class TwoRanks:
 def part(evaluation: Evaluation, rank: int) -> Evaluation:
     from dataclasses import replace
 
-    from yolofleet.inference.evaluate.matching import rows
+    from yolofleet.tasks.boxes.matching import rows
 
     found = evaluation.detections
-    return replace(evaluation, detections=rows(found, found.image % 2 == rank))
+    return replace(evaluation, detections=found.rows(found.image % 2 == rank))
 
 
 def test_figures_do_not_depend_on_the_fleet(index):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from label_rows import shapes_of
 
-from yolofleet.inference.evaluate.coco import precision_recall
-from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
+from yolofleet.tasks.boxes.coco import precision_recall
+from yolofleet.tasks.boxes.plots import plot_confusion, plot_curves
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import (

@@ -7,14 +7,54 @@ top, right, bottom; ``cxcywh`` is centre and size. Functions keep the unit (px, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Boxes = TypeVar("Boxes", Tensor, np.ndarray)
+
+
+class Decoded(NamedTuple):
+    """Decoded predictions of N images, K of each, with C classes, float32.
+
+    They are one tensor, because suppression reads whole rows and an exported file returns it.
+    """
+
+    rows: Tensor  # [N, K, 5 + C]
+
+    @classmethod
+    def of(cls, boxes: Tensor, probabilities: Tensor, objectness: Tensor | None = None) -> Decoded:
+        """Return the predictions of parts as below; without ``objectness`` it is 1."""
+        objects = torch.ones_like(probabilities[..., :1]) if objectness is None else objectness[..., None]
+        return cls(torch.cat([boxes, objects, probabilities], -1))
+
+    @property
+    def boxes(self) -> Tensor:
+        """[N, K, 4] cx, cy, w, h in pixels of the input."""
+        return self.rows[..., :4]
+
+    @property
+    def objectness(self) -> Tensor:
+        """[N, K] whether there is an object, 0..1; 1 if the family predicts none."""
+        return self.rows[..., 4]
+
+    @property
+    def probabilities(self) -> Tensor:
+        """[N, K, C] of each class if there is an object, 0..1."""
+        return self.rows[..., 5:]
+
+    @property
+    def scores(self) -> Tensor:
+        """[N, K, C] objectness x probability."""
+        return self.rows[..., 4:5] * self.rows[..., 5:]
+
+    def of_classes(self, numbers: Sequence[int]) -> Decoded:
+        """Return the predictions with these classes in this order."""
+        return Decoded(self.rows[..., [*range(5), *(5 + number for number in numbers)]])
 
 
 def xyxy_from_cxcywh(boxes_cxcywh: Boxes) -> Boxes:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.data.geometry.boxes import iou_matrix, xyxy_from_cxcywh
+from yolofleet.data.geometry.boxes import Decoded, iou_matrix, xyxy_from_cxcywh
 from yolofleet.support.devices import is_host, to_device
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
@@ -32,7 +32,7 @@ BLOCK_GPU = 512
 
 
 def detections(
-    decoded: Tensor | Sequence[Tensor],
+    decoded: Decoded | list[Decoded],
     *,
     conf: float,
     iou: float | None,
@@ -44,8 +44,8 @@ def detections(
     """Return the boxes of each image, highest score first.
 
     Args:
-        decoded: [N, K, 5 + C] cx, cy, w, h px, objectness and class probabilities (0..1). A sequence of these has the
-            predictions of several sources, whose boxes are fused after their own suppression (``fusion.py``).
+        decoded: a list has the predictions of several sources, whose boxes are fused after their own suppression
+            (``fusion.py``).
         conf: lowest objectness, and lowest objectness x class probability (both exclusive).
         iou: overlap above which the box of lower score is removed; None: boxes that need no suppression.
         max_det: maximum number of boxes per image.
@@ -57,7 +57,7 @@ def detections(
         image had more than ``MAX_CANDIDATES``.
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
-    if not isinstance(decoded, Tensor):
+    if isinstance(decoded, list):
         from yolofleet.data.geometry.fusion import fused_detections
 
         limits: dict[str, Any] = {"conf": conf, "iou": iou, "max_det": max_det, "classes": classes}
@@ -68,7 +68,8 @@ def detections(
     iou = math.inf if iou is None else iou
     found, capped = [], 0
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
-    for images in decoded.split(1 if is_host(decoded.device) else max(1, len(decoded))):
+    rows = decoded.rows
+    for images in rows.split(1 if is_host(rows.device) else max(1, len(rows))):
         boxes, left_out = _detections(images, conf, iou, max_det, multi_label, agnostic, classes)
         found += boxes
         capped += left_out

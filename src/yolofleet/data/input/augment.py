@@ -70,16 +70,14 @@ class Scene(NamedTuple):
     tiles: list[Tile]
     view: View
 
-    def labels(self, look: Look) -> Shapes:
-        """Return the labels of all tiles as the output shows them."""
-        if not self.tiles:
-            return Shapes.none()
+    def labels(self, look: Look, none: Shapes) -> Shapes:
+        """Return the labels of all tiles as the output shows them; ``none``: those of a scene without tiles."""
         counts = [len(tile.labels) for tile in self.tiles]
-        labels = self.tiles[0].labels.joined([tile.labels for tile in self.tiles])
-        places = np.array(
-            [(*tile.image.shape[1::-1], tile.left, tile.top) for tile in self.tiles], np.float64
+        places = [(*tile.image.shape[1::-1], tile.left, tile.top) for tile in self.tiles]
+        labels = none.joined([none, *(tile.labels for tile in self.tiles)])
+        return labels.mapped(
+            np.array(places, np.float64).reshape(-1, 4).repeat(counts, axis=0), self.view, look
         )
-        return labels.mapped(places.repeat(counts, axis=0), self.view, look)
 
 
 @dataclass(frozen=True)

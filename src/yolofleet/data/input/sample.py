@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cv2
@@ -84,6 +85,7 @@ class TrainSamples:
         seed: of the run.
         epochs: length of the run; see ``recipe.close_mosaic`` and ``recipe.close_augment``.
         orders: the images of each epoch; default: each once.
+        labels: (index, image) -> its labels; default: ``index.labels``.
 
     Raises:
         ConfigError: albumentations is not usable.
@@ -102,8 +104,10 @@ class TrainSamples:
         seed: int,
         epochs: int,
         orders: Orders | None = None,
+        labels: Callable[[Any, int], Shapes] | None = None,
     ) -> None:
         self.index = index
+        self.labels = labels
         self.cache = cache
         self.recipe = recipe
         self.img = img
@@ -203,8 +207,8 @@ class TrainSamples:
             scenes.append(self._scene(rng, read, partner, partner(), True, (height, width)))
             weight = augment.mixing_weight(rng)
         look = Look(augment.colour_gains(rng, self.recipe), is_mirrored, is_upside_down)
-        labels = [scene.labels(look) for scene in scenes]
-        return Drawn(scenes, weight, look, labels[0].joined(labels))
+        labels = [scene.labels(look, self.no_labels) for scene in scenes]
+        return Drawn(scenes, weight, look, labels[0].joined(labels) if len(labels) > 1 else labels[0])
 
     def images_of(self, samples: Iterable[tuple[int, int]], class_ap: Mapping[int, ClassAP]) -> list[int]:
         """Return the numbers of the images of samples (epoch, position), without reading them.
@@ -269,7 +273,7 @@ class TrainSamples:
             chosen = np.flatnonzero(rng.random(len(outlines)) < self.recipe.copy_paste).tolist()
             if chosen := [i for i in chosen if outlines[i]]:
                 pixels = self._source(source)
-                classes = self.index.labels(source).classes[chosen].tolist()
+                classes = self.labels_of(source).classes[chosen].tolist()
                 if pixels is not None:
                     from yolofleet.data.input.single_images import paste_objects
 
@@ -282,6 +286,14 @@ class TrainSamples:
 
             image, labels = cut_hole(rng, image, labels)
         return image, labels
+
+    @cached_property
+    def no_labels(self) -> Shapes:
+        return self.labels_of(0).rows(slice(0))
+
+    def labels_of(self, image: int) -> Shapes:
+        """Return the labels of an image as the data set has them."""
+        return self.labels(self.index, image) if self.labels else self.index.labels(image)
 
     def _source(self, number: int) -> np.ndarray | None:
         """Return the pixels of an image to paste from; None if it cannot be read."""
@@ -298,14 +310,14 @@ class TrainSamples:
         every process.
         """
         try:
-            return self.cache.get(number, seen), self.index.labels(number)
+            return self.cache.get(number, seen), self.labels_of(number)
         except DataError as problem:
             first = problem
         self.unreadable[number] = first.what
         draws = generator(self.seed, "replacement", epoch, number).random(REPLACEMENTS)
         for other in (draws * len(self)).astype(int).tolist():
             try:
-                return self.cache.get(other, seen), self.index.labels(other)
+                return self.cache.get(other, seen), self.labels_of(other)
             except DataError as problem:
                 self.unreadable[other] = problem.what
         first.what += f", and {REPLACEMENTS} others that could replace it cannot be read either"
@@ -396,7 +408,8 @@ class _TrainBuilder:
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
         images, truths = self._rendered(key, shape_hw)
-        labels = Shapes.of_images(truths)  # none in the micro-batch of a rank without work in a step
+        # a rank without work in a step has no images
+        labels = truths[0].of_images(truths) if truths else self.samples.no_labels
         keys = [(self.samples.seed, *sample) for sample in key.samples]
         targets = self.match(labels, len(key.samples), shape_hw, keys)
         unreadable, self.samples.unreadable = self.samples.unreadable, {}

@@ -79,17 +79,18 @@ class ReorderedClasses:
     def __init__(self, network: Any, columns: Sequence[int]) -> None:
         self.network, self.nc, self.strides = network, network.nc, network.strides
         self.networks, self.needs_nms = getattr(network, "networks", (network,)), network.needs_nms
-        self._columns = [*range(5), *(5 + column for column in columns)]
+        self.task = network.task
+        self._columns = columns
 
     def __call__(self, images: Tensor) -> Any:
         return self.network(images)
 
-    def decode(self, raws: Any) -> Tensor | list[Tensor]:
-        """Return predictions [N, K, 5 + C] as ``Detector.decode``, or a list of these."""
+    def decode(self, raws: Any) -> Any:
+        """Return predictions as ``Detector.decode``, or a list of these."""
         decoded = self.network.decode(raws)
         if isinstance(decoded, list):
-            return [one[..., self._columns] for one in decoded]
-        return decoded[..., self._columns]  # type: ignore[no-any-return]
+            return [one.of_classes(self._columns) for one in decoded]
+        return decoded.of_classes(self._columns)
 
 
 def _keys(names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.support.errors import ConfigError
 
@@ -53,14 +54,21 @@ class CombinedNetwork:
             networks; wbf: it keeps the predictions of each network and view apart, for weighted box fusion.
 
     Raises:
-        ConfigError: the networks have different classes, or differ too much for a mean.
+        ConfigError: the networks find no boxes, have different classes, or differ too much for a mean.
     """
 
     training = False
+    task = "boxes"
 
     def __init__(self, networks: Sequence[Detector], *, augment: bool = False, merge: str = "nms") -> None:
         first = next((network for network in networks if _has_names(network)), networks[0])
         for number, other in enumerate(networks, 1):
+            if other.task != self.task:
+                raise ConfigError(
+                    f"only networks that find {self.task} can be combined; number {number} finds {other.task}",
+                    source="--weights, --augment",
+                    hint="give one file of weights, without --augment",
+                )
             if other.nc != first.nc or (_has_names(other) and other.names != first.names):
                 raise ConfigError(
                     f"the networks of an ensemble need the same classes: one has {first.nc}, number {number} has "
@@ -88,24 +96,20 @@ class CombinedNetwork:
         seen = [_seen(images, view, max(self.strides)) for view in self.views]
         return Raws(size_hw, [[network(view) for view in seen] for network in self.networks])
 
-    def decode(self, raws: Raws) -> Tensor | list[Tensor]:
-        """Return predictions in pixels of the images, as ``Detector.decode``.
-
-        Returns:
-            [N, K, 5 + C]; for ``merge`` wbf a list of these, one for each network and view.
-        """
+    def decode(self, raws: Raws) -> Decoded | list[Decoded]:
+        """Return predictions in pixels of the images; for ``merge`` wbf a list, one for each network and view."""
         sources = [
             [self._decoded(network, number, raw, raws.size_hw) for number, raw in enumerate(of_view)]
             for network, of_view in zip(self.networks, raws.of_network, strict=True)
         ]
         if self.merge == "wbf":
-            return [decoded for views in sources for decoded in views]
+            return [Decoded(rows) for views in sources for rows in views]
         joined = [torch.cat(views, 1) for views in sources]
-        return torch.stack(joined).mean(0) if self.merge == "mean" else torch.cat(joined, 1)
+        return Decoded(torch.stack(joined).mean(0) if self.merge == "mean" else torch.cat(joined, 1))
 
     def _decoded(self, network: Detector, number: int, raw: Any, size_hw: tuple[int, int]) -> Tensor:
         """Return the predictions of a view, in pixels of the image."""
-        decoded = network.decode(raw)
+        decoded: Tensor = network.decode(raw).rows
         if self.merge != "wbf" and len(self.views) > 1 and len(network.strides) > 1 and network.needs_nms:
             # Other views see the largest objects of the first view, and the smallest ones of the last view, at a size
             # that suits the network better. Fusion needs them: it lowers the scores of boxes that a view lacks.

@@ -9,12 +9,12 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxes import BoxCoding
+from yolofleet.data.geometry.boxes import BoxCoding, Decoded
 from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.support.devices import to_device
@@ -33,6 +33,7 @@ class Detector(nn.Module):
     Subclasses can be built on the meta device, because :meth:`initialise` sets every value.
 
     Attributes:
+        task: the name of what it finds, see ``tasks.task.Task``.
         names: class names, [C]; numbers until the caller sets them.
         strides: of each level of the raw predictions, pixels per cell.
         trained_px: image size in training, pixels; None: unknown.
@@ -49,6 +50,7 @@ class Detector(nn.Module):
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """
 
+    task: str = "boxes"
     strides: tuple[int, ...]
     backbone_groups: int
     pads_to_square = False
@@ -90,16 +92,11 @@ class Detector(nn.Module):
         """
         raise NotImplementedError
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Convert raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness (1 if the family has none), class
-            probabilities.
-        """
+    def decode(self, raws: Sequence[Tensor]) -> Any:
+        """Convert raw predictions to those of the task, in float32: a named tuple of tensors, for boxes ``Decoded``."""
         raise NotImplementedError
 
-    def choices(self, image: Tensor) -> Iterator[Tensor]:
+    def choices(self, image: Tensor) -> Iterator[Any]:
         """Yield all decoded predictions of one image [1, 3, H, W] that rounding may cause.
 
         A network that chooses among its cells may choose either of two whose scores are nearly equal. Others have none.
@@ -156,13 +153,8 @@ class AnchorDetector(Detector):
         """[L, A, 2] width, height, pixels, float32."""
         raise NotImplementedError
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Convert raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
-            anchor, y, x.
-        """
+    def decode(self, raws: Sequence[Tensor]) -> Decoded:
+        """Convert raw predictions to boxes and probabilities, in float32; rows by level, anchor, y, x."""
         decoded = []
         levels = zip(raws, self.strides, self.anchors_px, self.codings, strict=True)
         for raw, stride, anchors, coding in levels:
@@ -175,7 +167,7 @@ class AnchorDetector(Detector):
             centres = (boxes[..., :2] + cells) * stride
             rows = torch.cat([centres, boxes[..., 2:], raw[..., 4:].sigmoid()], -1)  # [N, A, H, W, 5 + C]
             decoded.append(rows.reshape(n, a * h * w, values))
-        return torch.cat(decoded, 1)
+        return Decoded(torch.cat(decoded, 1))
 
     def set_priors(self, last: Sequence[nn.Conv2d]) -> None:
         """Add priors to the initial biases of each level's last convolution (arXiv:1708.02002, section 3.3).

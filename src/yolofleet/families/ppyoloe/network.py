@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.networks import blocks
 from yolofleet.families.networks.blocks import Upsample, results
 from yolofleet.families.networks.detector import Detector
@@ -67,12 +68,10 @@ class PpyoloeNetwork(Detector):
         raws: list[Tensor] = self.yolo_head(self.neck(self.backbone(images)))
         return raws
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Convert raw predictions to boxes and probabilities, in float32.
+    def decode(self, raws: Sequence[Tensor]) -> Decoded:
+        """Convert raw predictions to boxes and probabilities, in float32; rows by level, y, x.
 
-        Returns:
-            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities; rows by level, y, x. A
-            distance is the mean of its distribution.
+        A distance is the mean of its distribution.
         """
         decoded = []
         for logits, bins, stride in zip(raws[::2], raws[1::2], self.strides, strict=True):
@@ -81,8 +80,8 @@ class PpyoloeNetwork(Detector):
             centres = (centres_cells(h, w, bins.device) + (right_bottom - left_top) / 2) * stride
             sizes = (left_top + right_bottom) * stride
             scores = logits.reshape(n, h * w, nc).float().sigmoid()
-            decoded.append(torch.cat([centres, sizes, torch.ones_like(scores[..., :1]), scores], 2))
-        return torch.cat(decoded, 1)
+            decoded.append(Decoded.of(torch.cat([centres, sizes], 2), scores).rows)
+        return Decoded(torch.cat(decoded, 1))
 
     def freeze_groups(self) -> list[str]:
         stages = [f"backbone.stages.{i}." for i in range(len(self.backbone.stages))]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
 from yolofleet.families.rtdetr.blocks import SelfAttention
@@ -76,12 +77,12 @@ class DetrNetwork(Detector):
         sides = torch.cat([ones * width, ones * height] * 2, 1)
         return [boxes, logits, sides, *others]
 
-    def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Return float32 [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities."""
+    def decode(self, raws: Sequence[Tensor]) -> Decoded:
+        """Return the predictions of the queries, float32."""
         boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
-        return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
+        return Decoded.of(boxes, scores)
 
-    def choices(self, image: Tensor) -> Iterator[Tensor]:
+    def choices(self, image: Tensor) -> Iterator[Decoded]:
         maps = self.image_part(image)
         return (self.decode(self(image, None, maps, cells)) for cells in self.decoder.tied(maps))
 

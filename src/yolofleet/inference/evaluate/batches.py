@@ -13,8 +13,6 @@ from operator import attrgetter
 
 import cv2
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from yolofleet.data.datasets.index import DataIndex
@@ -23,7 +21,7 @@ from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader, image_buffer
 from yolofleet.data.input.read_ahead import ReadAhead
-from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes, rows
+from yolofleet.tasks.task import Task
 
 PAD = 0.5  # strides: YOLOv5's padding of a batch
 PREFETCH = 4  # batches that each loader process prepares ahead
@@ -127,48 +125,14 @@ def _val_images(index: DataIndex, cache: ImageCache, batch: ValBatch) -> Loaded:
     return batch, images, letterboxes
 
 
-def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
-    """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
-    first, last = index.offsets[positions], index.offsets[positions + 1]
-    picked = np.concatenate(
-        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
-    )
-    image = np.repeat(positions, last - first)
-    unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
-    size = np.asarray(index.sizes_wh, np.float64)[image]
-    wh = unit[:, 2:] * size
-    labels = Labels(
-        image=image,
-        class_idx=np.asarray(index.classes[picked], np.int64),
-        boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
-        area_px=np.asarray(index.area_px[picked], np.float64),
-        crowd=np.asarray(index.crowd[picked], bool),
-    )
-    return labels if classes is None else rows(labels, np.isin(labels.class_idx, classes))
-
-
-def letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> Shapes:
+def letterboxed_labels(
+    task: Task, index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]
+) -> Shapes:
     """Return the labels of a batch as fractions of the padded images; no crowds."""
     sizes_wh = np.asarray(index.sizes_wh, np.float64)
     return Shapes.of_images(
         [
-            index.labels(image).letterboxed(sizes_wh[image], back)
+            task.labels(index, image).letterboxed(sizes_wh[image], back)
             for image, back in zip(batch.image_idx, letterboxes, strict=True)
         ]
-    )
-
-
-def native_detections(
-    batch: ValBatch, per_image: Sequence[Tensor], letterboxes: Sequence[Letterbox], single_cls: bool
-) -> ScoredBoxes:
-    """Return detections in native pixels, from [n, 6] per image: xyxy px of the network's image, score, class."""
-    counts = [len(found) for found in per_image]
-    every = torch.cat(list(per_image)).cpu().numpy().astype(np.float64)  # one copy from the device
-    parts = np.split(every[:, :4], np.cumsum(counts)[:-1])
-    xyxy = np.concatenate([back.to_native(part) for back, part in zip(letterboxes, parts, strict=True)])
-    return ScoredBoxes(
-        image=np.repeat(np.array(batch.image_idx, np.int64), counts),
-        class_idx=np.zeros(len(every), np.int64) if single_cls else every[:, 5].astype(np.int64),
-        boxes_xywh_px=np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1),
-        score=every[:, 4],
     )

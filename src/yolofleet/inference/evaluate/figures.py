@@ -1,80 +1,55 @@
-"""The figures and pictures of a validation, and the label statistics, as the values of ``report.json``.
+"""The figures of a validation as values of ``report.json``.
 
 Rank 0 writes the file once, at the end of a run, so that the page can be made again and runs can be compared without
-the data set. Pictures and the error analysis are of a part of the images, the same on every fleet, so the time does not
-grow with the data set.
-
-Legend: C classes, K classes with labels, M labels.
+the data set. What depends on single images is of a part of them, the same on every fleet, so the time does not grow with
+the data set.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.scan import Ranks
-from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.inference.evaluate.coco import PrecisionRecall
-from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
-from yolofleet.inference.evaluate.gather import Evaluation, detections_in
-from yolofleet.inference.evaluate.matching import (
-    CONFUSION_SCORE,
-    MOST_DETECTIONS,
-    Labels,
-    ScoredBoxes,
-    rows,
-)
-from yolofleet.runs.report.draw import picture_base64
+from yolofleet.inference.evaluate.gather import Evaluation, by_image
+from yolofleet.inference.evaluate.summary import evaluation_figures
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import jsonable, write_text
+from yolofleet.tasks.boxes.page import label_figures
+from yolofleet.tasks.task import sampled
 
-MOST_IMAGES = 500  # in the error analysis and in comparisons: 0.6 s for 100 detections each
-PICTURES = 12  # pictures of the worst images, and as many of the others
-PICTURE_BYTES = 2_300_000  # limit of all pictures together, so that the page stays below 5 MB
-SIDE_PX = 640  # longest side of a picture
-SHOWN_SCORE = 0.25  # lowest score of detections that count as shown
-LEAST_SCORE = 0.1  # lowest score of detections in the pictures
-CURVE_POINTS = 101
-MOST_CURVES = 100  # classes
-MOST_CONFUSED = 20  # pairs of classes
-HEAT_CELLS = 24
-MOST_BOXES = 1_000_000  # for the histograms of a split
+MOST_OF_IMAGE = 100  # found objects in the file
 
 
-def sampled(images: int) -> NDArray[np.int64]:
-    """Return the positions of at most ``MOST_IMAGES`` of ``images`` images, evenly spaced."""
-    return np.unique(np.linspace(0, max(images - 1, 0), min(images, MOST_IMAGES)).astype(np.int64))
+def shared_sample(evaluation: Evaluation, ranks: Ranks | None) -> Any:
+    """Return what all ranks found in the sampled images, by image and falling score, at most ``MOST_OF_IMAGE`` of each.
 
-
-def shared_sample(evaluation: Evaluation, ranks: Ranks | None) -> ScoredBoxes:
-    """Return the detections of all ranks on the sampled images, by image and falling score, at most 100 an image.
-
-    Collective: every rank, unless ``ranks`` is None because the evaluation has gathered all detections already.
+    Collective: every rank, unless ``ranks`` is None because the evaluation has gathered all of them already.
     """
     found = evaluation.detections
-    found = rows(found, np.isin(found.image, sampled(evaluation.images)))
-    found = rows(found, np.lexsort((-found.score, found.image)))
+    found = found.rows(np.isin(found.image, sampled(evaluation.images)))
+    found = found.rows(np.lexsort((-found.score, found.image)))
     first = np.searchsorted(found.image, found.image)
-    found = rows(found, np.arange(len(first)) - first < MOST_DETECTIONS)
+    found = found.rows(np.arange(len(first)) - first < MOST_OF_IMAGE)
     if ranks is None:
         return found
     mine = save_arrays({name: np.ascontiguousarray(values) for name, values in vars(found).items()})
-    return detections_in([load_arrays(packed) for packed in ranks.all_gather_bytes(mine)])
+    parts = [type(found)(**load_arrays(packed)) for packed in ranks.all_gather_bytes(mine)]
+    return by_image(found.joined(parts))
 
 
 def write_figures(
     folder: RunFolder,
     splits: Mapping[str, DataIndex],
     evaluation: Evaluation | None = None,
-    found: ScoredBoxes | None = None,
+    found: Any = None,
 ) -> None:
     """Write ``report.json``: the label statistics and, if there is a validation, its figures.
 
@@ -89,142 +64,8 @@ def write_figures(
     values: dict[str, Any] = {"names": list(index.names), "labels": labels}
     values |= {"notes": notes} if (notes := overlap_notes(list(splits.values()))) else {}
     if evaluation is not None and found is not None:
-        values |= evaluation_figures(evaluation, index, found)
+        figures = evaluation_figures(evaluation)
+        values |= {"metrics": figures["metrics"], "per_class": figures["per_class"]}
+        values |= {"losses": dict(evaluation.losses or {})}
+        values |= evaluation.task.page(evaluation.metrics, found, index)
     write_text(folder.report_json, json.dumps(jsonable(values), separators=(",", ":")) + "\n")
-
-
-def label_figures(index: DataIndex) -> dict[str, Any]:
-    """Return the statistics of a split: labels of each class, sizes, positions."""
-    classes = index.classes[~index.crowd]
-    step = -(-len(index.classes) // MOST_BOXES) or 1
-    boxes = np.asarray(index.boxes_cxcywh_unit[::step], np.float64)[~index.crowd[::step]]
-    edges = np.geomspace(0.004, 1, 25)
-    side = np.clip(np.sqrt(boxes[:, 2] * boxes[:, 3]), edges[0], edges[-1])
-    unit = ((0, 1), (0, 1))
-    heat, _, _ = np.histogram2d(boxes[:, 1], boxes[:, 0], bins=HEAT_CELLS, range=unit)
-    return {
-        "images": len(index),
-        "labels": len(classes),
-        "empty_images": int((np.diff(index.offsets) == 0).sum()),
-        "per_class": np.bincount(classes, minlength=len(index.names)).tolist(),
-        "side_edges": np.round(edges, 4).tolist(),
-        "side_counts": np.histogram(side, edges)[0].tolist(),
-        "centres": heat.astype(np.int64).tolist(),  # rows from top to bottom
-    }
-
-
-def evaluation_figures(evaluation: Evaluation, index: DataIndex, found: ScoredBoxes) -> dict[str, Any]:
-    """Return curves, confusion, error analysis, and images with labels and detections.
-
-    Args:
-        found: of :func:`shared_sample`.
-    """
-    labels = labels_of(index, sampled(len(index)))
-    analysis = analyse_errors(labels, found, len(index.names))
-    errors = analysis.of_image
-    worst = sorted(errors, key=lambda image: (-errors[image], image))[:PICTURES]
-    positions = sampled(len(index)).tolist()
-    rest = [position for position in positions if position not in set(worst)]
-    others = rest[:: -(-len(rest) // PICTURES) or 1][:PICTURES]
-    pictures = _pictures(index, [*worst, *others])
-    return {
-        "metrics": dict(evaluation.metrics.figures),
-        "per_class": {name: dict(values) for name, values in evaluation.metrics.per_class.items()},
-        "losses": dict(evaluation.losses or {}),
-        "curves": _curves(evaluation.metrics.curves, index.names),
-        "confusion": _confusion(evaluation.confusion),
-        "errors": {
-            "images": len(positions),
-            "counted_above": CONFUSION_SCORE,
-            "ap50": analysis.ap50,
-            "kinds": [[kind, analysis.counts[kind], round(analysis.gains[kind], 4)] for kind in KINDS],
-        },
-        "images": _images(index, positions, labels, found, pictures),
-        "worst": [[image, errors[image]] for image in worst if image in pictures],
-        "others": [image for image in others if image in pictures],
-    }
-
-
-def _curves(curves: PrecisionRecall, names: Sequence[str]) -> dict[str, Any]:
-    """Return the curves at IoU 0.5 with ``CURVE_POINTS`` points: the mean, then the classes with labels."""
-    at = np.linspace(0, len(curves.grid) - 1, CURVE_POINTS).round().astype(np.int64)
-
-    def points(values: NDArray[np.float64]) -> list[list[float]]:
-        if not len(values):
-            return []
-        table = np.vstack([values.mean(axis=0), values[:MOST_CURVES]])[:, at]  # [1 + K, points]
-        rounded: list[list[float]] = np.round(table, 4).tolist()
-        return rounded
-
-    return {
-        "x": np.round(curves.grid[at], 4).tolist(),
-        "classes": [names[c] for c in curves.class_idx[:MOST_CURVES].tolist()],
-        "confidence": curves.confidence,
-        "precision at recall": points(curves.precision_at_recall),
-        "precision": points(curves.precision_curves),
-        "recall": points(curves.recall_curves),
-        "F1": points(curves.f1_curves),
-    }
-
-
-def _confusion(matrix: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the matrix, if it fits on a page, and the most frequent confusions [predicted, true, count]."""
-    wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CONFUSED]
-    pairs = [(*divmod(place, len(matrix)), int(wrong.flat[place])) for place in order.tolist()]
-    return {
-        "matrix": matrix.tolist() if len(matrix) <= MOST_CURVES + 1 else None,
-        "most": [list(pair) for pair in pairs if pair[2]],
-    }
-
-
-def _pictures(index: DataIndex, images: Iterable[int]) -> dict[int, str]:
-    """Return JPEGs in base64 by image, without boxes, until ``PICTURE_BYTES``; leave out unreadable images."""
-    found, left_bytes = dict[int, str](), PICTURE_BYTES
-    for image in images:
-        jpeg = picture_base64(index.path(image), SIDE_PX)
-        if jpeg and len(jpeg) <= left_bytes:
-            found[image], left_bytes = jpeg, left_bytes - len(jpeg)
-    return found
-
-
-def _images(
-    index: DataIndex,
-    positions: Sequence[int],
-    labels: Labels,
-    found: ScoredBoxes,
-    pictures: Mapping[int, str],
-) -> list[dict[str, Any]]:
-    """Return path, size, picture, labels [class, x, y, w, h] and detections [class, x, y, w, h, score] of each image.
-
-    Coordinates are fractions of the image. Images with a picture have detections from ``LEAST_SCORE`` on.
-    """
-    listed = []
-    for position in positions:
-        least = LEAST_SCORE if position in pictures else SHOWN_SCORE
-        size = np.asarray(index.sizes_wh[position], np.float64)
-        on, mine = labels.image == position, (found.image == position) & (found.score >= least)
-        listed.append(
-            {
-                "position": position,
-                "path": index.path(position),
-                "size_wh_px": size.astype(int).tolist(),
-                "jpeg": pictures.get(position, ""),
-                "labels": _boxes(labels.class_idx[on], labels.boxes_xywh_px[on], size),
-                "detections": _boxes(
-                    found.class_idx[mine], found.boxes_xywh_px[mine], size, found.score[mine]
-                ),
-            }
-        )
-    return listed
-
-
-def _boxes(
-    class_idx: NDArray[np.int64],
-    boxes_xywh_px: NDArray[np.float64],
-    size_wh: NDArray[np.float64],
-    score: NDArray[np.float64] | None = None,
-) -> list[list[float]]:
-    unit = np.round(boxes_xywh_px / np.tile(size_wh, 2), 4)
-    columns = [unit] if score is None else [unit, np.round(score, 3)[:, None]]
-    return [[c, *row] for c, row in zip(class_idx.tolist(), np.hstack(columns).tolist(), strict=True)]

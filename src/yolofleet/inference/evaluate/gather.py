@@ -9,7 +9,7 @@ Legend: D detections, C classes, T loss terms, B batches of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,8 @@ from safetensors.numpy import save as save_arrays
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.losses.loss import DetectionLoss
-from yolofleet.inference.evaluate.coco import CocoMetrics, summarize
-from yolofleet.inference.evaluate.matching import MatchRecords, ScoredBoxes, joined, merge, rows
+from yolofleet.tasks.task import Task
 
-_DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 PARTS = ("load", "forward", "nms", "match", "wall")
 
 
@@ -31,19 +29,19 @@ class Evaluation:
     """The result of a validation; equal on every rank, except ``detections``.
 
     Attributes:
-        confusion: int64 [C + 1, C + 1], rows predicted, columns true, the last is background.
+        metrics: the ``Metrics`` of the task.
         losses: mean validation loss by kind (box, obj, cls); None if no loss was given.
-        detections: this rank's, or all ranks' if gathered; ``image`` is the position in the index.
+        detections: this rank's, or all ranks' if gathered: a table of ``task.results``.
         images: of the whole split.
-        candidates_cut: boxes left out because an image had more than the limit of non-maximum suppression.
+        candidates_cut: predictions left out because an image had too many for suppression.
         seconds: by part, of the slowest rank in it: load (waiting for images), forward (copy, network, decoding,
             loss), nms, match; wall is the total.
     """
 
-    metrics: CocoMetrics
-    confusion: NDArray[np.int64]
+    task: Task
+    metrics: Any
     losses: Mapping[str, float] | None
-    detections: ScoredBoxes
+    detections: Any
     images: int
     candidates_cut: int
     seconds: Mapping[str, float]
@@ -58,7 +56,7 @@ class Evaluation:
 class Detected:
     """The results of one batch."""
 
-    found: ScoredBoxes
+    found: Any
     candidates_cut: int
     ordinal: int
     loss_sums: NDArray[np.float64] | None  # [T]
@@ -70,9 +68,8 @@ class Detected:
 class Shard:
     """Collects the results of one rank's batches."""
 
-    def __init__(self) -> None:
-        none = np.zeros(0, np.int64)
-        self.found = [ScoredBoxes(none, none, np.zeros((0, 4)), np.zeros(0))]
+    def __init__(self, task: Task) -> None:
+        self.found = [task.collected((), (), (), False)]
         self.candidates_cut = 0
         self._ordinals: list[int] = []
         self._sums: list[NDArray[np.float64]] = []
@@ -86,20 +83,20 @@ class Shard:
             self._sums.append(detected.loss_sums)
             self._divisors.append(detected.loss_divisors)
 
-    def detections(self) -> ScoredBoxes:
+    def detections(self) -> Any:
         """Return the detections sorted by image position; the order within an image stays."""
-        return detections_in([vars(found) for found in self.found])
+        return by_image(self.found[0].joined(self.found))
 
     def to_bytes(
         self,
-        records: MatchRecords,
-        confusion: NDArray[np.int64],
+        judged: Mapping[str, NDArray[Any]],
+        images: int,
         seconds: Mapping[str, float],
         with_detections: bool,
     ) -> bytes:
         arrays: dict[str, NDArray[Any]] = {
-            **{f"records/{name}": array for name, array in vars(records).items()},
-            "confusion": confusion,
+            **{f"judged/{name}": array for name, array in judged.items()},
+            "images": np.array([images], np.int64),
             "seconds": np.array([seconds[part] for part in PARTS]),
             "candidates_cut": np.array([self.candidates_cut], np.int64),
         }
@@ -108,23 +105,22 @@ class Shard:
             arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
             arrays["loss_divisors"] = np.stack(self._divisors)
         if with_detections:
-            arrays |= vars(self.detections())
+            arrays |= {f"found/{name}": array for name, array in vars(self.detections()).items()}
         return save_arrays(arrays)
 
 
 def merged(
-    payloads: Sequence[bytes], index: DataIndex, loss: DetectionLoss | None, own: ScoredBoxes | None
+    payloads: Sequence[bytes], task: Task, index: DataIndex, loss: DetectionLoss | None, own: Any
 ) -> Evaluation:
     """Return the evaluation from every rank's bytes; with ``own`` detections, or those in the bytes."""
     shards = [load_arrays(payload) for payload in payloads]
-    records = merge([records_of(shard) for shard in shards])
-    images = int(records.images_seen[0])
+    images = int(sum(shard["images"][0] for shard in shards))
     assert images == len(index), f"{images} of {len(index)} images were evaluated"
     if own is None:
-        own = detections_in(shards)
+        own = by_image(task.results.joined([task.results(**_under("found/", shard)) for shard in shards]))
     return Evaluation(
-        metrics=summarize(records, index.names),
-        confusion=np.sum([shard["confusion"] for shard in shards], axis=0),
+        task=task,
+        metrics=task.metrics([_under("judged/", shard) for shard in shards], index.names),
         losses=None if loss is None else _mean_losses(loss, shards),
         detections=own,
         images=images,
@@ -135,15 +131,14 @@ def merged(
     )
 
 
-def detections_in(parts: Sequence[Mapping[str, NDArray[Any]]]) -> ScoredBoxes:
-    """Return the detections in the arrays of several ranks, sorted by image; the order within an image stays."""
-    found = joined([ScoredBoxes(*(part[name] for name in _DETECTION_FIELDS)) for part in parts])
-    return rows(found, np.argsort(found.image, kind="stable"))
+def by_image(found: Any) -> Any:
+    """Return a table of results sorted by image; the order within an image stays."""
+    return found.rows(np.argsort(found.image, kind="stable"))
 
 
-def records_of(arrays: Mapping[str, NDArray[Any]]) -> MatchRecords:
-    """Return the records in the arrays of :meth:`Shard.to_bytes`."""
-    return MatchRecords(*(arrays[f"records/{field.name}"] for field in fields(MatchRecords)))
+def _under(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names begin with ``prefix``, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _mean_losses(loss: DetectionLoss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:

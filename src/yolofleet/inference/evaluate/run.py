@@ -22,7 +22,6 @@ from torch import Tensor
 from yolofleet.config.schema import ValConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.scan import Ranks
-from yolofleet.data.geometry.nms import detections as decoded_to_detections
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.losses.loss import DetectionLoss
@@ -31,18 +30,17 @@ from yolofleet.families.networks.index_limit import images_within_index, may_exc
 from yolofleet.families.networks.precision import autocast
 from yolofleet.inference.evaluate.batches import (
     Loaded,
-    labels_of,
     letterboxed_labels,
-    native_detections,
     shares_of,
     val_batches,
     val_loader,
 )
 from yolofleet.inference.evaluate.gather import PARTS, Detected, Evaluation, Shard, merged
-from yolofleet.inference.evaluate.matching import confusion_matrix, match_detections
 from yolofleet.support import devices
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.table import task_of
+from yolofleet.tasks.task import Limits, Task
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -57,13 +55,14 @@ class Network(Protocol):
     """The part of ``families.networks.detector.Detector`` that evaluation uses; an exported file has it too."""
 
     training: bool
+    task: str
     nc: int
     strides: tuple[int, ...]
     needs_nms: bool
 
     def __call__(self, images: Tensor, /) -> Any: ...
 
-    def decode(self, raws: Any, /) -> Tensor | list[Tensor]: ...
+    def decode(self, raws: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,18 @@ class EvaluationSettings:
     def img(self) -> int:
         """Longest side of an image, pixels."""
         return max(self.size_hw) if self.size_hw else self.config.img or UNSTATED_PX
+
+    def limits(self, model: Network) -> Limits:
+        """Return which predictions of a network count."""
+        config = self.config
+        return Limits(
+            conf=config.conf,
+            iou=config.iou if model.needs_nms else None,
+            max_det=config.max_det,
+            multi_label=True,
+            agnostic=config.agnostic_nms or config.single_cls,
+            classes=self.classes,
+        )
 
 
 class Validation:
@@ -125,11 +136,12 @@ class Validation:
                 hint="validate with the data set that the model was trained on",
             )
         self._index, self._settings, self._world, self._loss = index, settings, world, loss
+        self._task = task_of(model)
         self._on_batch, self._stops = on_batch, stops
-        self._detect = _Detect(model, index, settings, device, loss)
+        self._detect = _Detect(model, self._task, index, settings, device, loss)
         self._began_s = time.perf_counter()
         self._left_out = False
-        self._found = Shard().detections()
+        self._found = Shard(self._task).detections()
         self._payload = b""  # empty: this rank left out batches
         stride, size_hw, config = max(model.strides), settings.size_hw, settings.config
         batch = min(config.batch, _most_images(model, settings, stride))
@@ -155,7 +167,7 @@ class Validation:
 
     def run(self) -> None:
         """Compute this rank's part, without collectives, in any thread."""
-        index, share, shard, seconds = self._index, self._share, Shard(), dict.fromkeys(PARTS, 0.0)
+        index, share, shard, seconds = self._index, self._share, Shard(self._task), dict.fromkeys(PARTS, 0.0)
         with self._loader as batches, _Threads(self._detect.device) as threads:
             done, found = 0, threads.map(self._detect, _waited(batches, seconds))
             for done, detected in enumerate(found, 1):
@@ -170,19 +182,11 @@ class Validation:
             return
         began_s = time.perf_counter()
         positions = np.sort(np.array([i for b in share for i in b.image_idx], np.int64))
-        labels, self._found = labels_of(index, positions, self._settings.classes), shard.detections()
-        # position -> order of ids
-        place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))
-        records = match_detections(
-            replace(labels, image=place[labels.image]),
-            replace(self._found, image=place[self._found.image]),
-            classes=len(index.names),
-            images_seen=len(positions),
-        )
-        confusion = confusion_matrix(labels, self._found, len(index.names))
+        self._found = shard.detections()
+        judged = self._task.judged(index, positions, self._found, self._settings.classes)
         ended_s = time.perf_counter()
         seconds["match"], seconds["wall"] = ended_s - began_s, ended_s - self._began_s
-        self._payload = shard.to_bytes(records, confusion, seconds, self._settings.gather_detections)
+        self._payload = shard.to_bytes(judged, len(positions), seconds, self._settings.gather_detections)
 
     def leave_out_rest(self) -> None:
         """End :meth:`run`, which another thread executes, after its current batch."""
@@ -198,7 +202,7 @@ class Validation:
         if not all(payloads):
             raise ValidationStopped
         own = None if self._settings.gather_detections else self._found
-        return merged(payloads, self._index, self._loss, own)
+        return merged(payloads, self._task, self._index, self._loss, own)
 
 
 def _most_images(model: Network, settings: EvaluationSettings, stride: int) -> int:
@@ -215,6 +219,7 @@ class _Detect:
     """Computes the detections of a batch in native pixels; several threads may call it."""
 
     model: Network
+    task: Task
     index: DataIndex
     settings: EvaluationSettings
     device: torch.device
@@ -224,14 +229,17 @@ class _Detect:
     def __call__(self, loaded: Loaded) -> Detected:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
-        labels = letterboxed_labels(self.index, batch, letterboxes) if self.loss is not None else None
+        labels = None
+        if self.loss is not None:
+            labels = letterboxed_labels(self.task, self.index, batch, letterboxes)
         decoded, sums, divisors = predictions(
             self.model, images_u8, labels, self.loss, self.settings.precision, self.device
         )
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
-        per_image, cut = suppressed(decoded, self.settings, needs_nms=self.model.needs_nms)
-        found = native_detections(batch, per_image, letterboxes, self.settings.config.single_cls)
+        per_image, cut = self.task.found(decoded, self.settings.limits(self.model))
+        one_class = self.settings.config.single_cls
+        found = self.task.collected(batch.image_idx, per_image, letterboxes, one_class)
         nms_s = time.perf_counter() - began_s - forward_s
         return Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
 
@@ -243,7 +251,7 @@ def predictions(
     loss: DetectionLoss | None,
     precision: str,
     device: torch.device,
-) -> tuple[Tensor | list[Tensor], np.ndarray | None, np.ndarray | None]:
+) -> tuple[Any, np.ndarray | None, np.ndarray | None]:
     """Return decoded predictions, and the sums [T] and the divisors [T] of the loss, if there is one.
 
     Args:
@@ -262,22 +270,6 @@ def predictions(
         if loss.predicted_divisor:
             sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
     return model.decode(raws), sums, divisors
-
-
-def suppressed(
-    decoded: Tensor | list[Tensor], settings: EvaluationSettings, *, needs_nms: bool
-) -> tuple[list[Tensor], int]:
-    """Return the boxes of each image, and how many candidates were left out; see ``data.geometry.nms.detections``."""
-    config = settings.config
-    return decoded_to_detections(
-        decoded,
-        conf=config.conf,
-        iou=config.iou if needs_nms else None,
-        max_det=config.max_det,
-        multi_label=True,
-        agnostic=config.agnostic_nms or config.single_cls,
-        classes=settings.classes,
-    )
 
 
 class _Threads(Closing):

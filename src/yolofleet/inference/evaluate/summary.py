@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.inference.evaluate.gather import Evaluation
-from yolofleet.inference.evaluate.matching import AREA_RANGES_PX
 from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.screen_table import figure_text
 
 PROBLEMS_SHOWN = 5  # of each split
 
@@ -33,13 +32,8 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
     """Print the table of a validation, and a note if candidate boxes were left out."""
     console.table(*evaluation_table(evaluation, per_class=per_class))
     if per_class:
-        figures, sizes = evaluation.metrics.figures, [size for size in AREA_RANGES_PX if size != "all"]
-        areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
-        rows = [
-            [size, area, *(figure_text(figures[f"{name}-{size}"]) for name in ("mAP", "AR"))]
-            for size, area in zip(sizes, areas, strict=True)
-        ]
-        console.table("by size", ["size", "square root of area", "mAP50-95", "AR100"], rows)
+        for table in evaluation.task.tables(evaluation.metrics):
+            console.table(*table)
     if evaluation.candidates_cut:
         console.note(
             f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "
@@ -47,15 +41,10 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
         )
 
 
-def figure_text(value: float, labels: int = 1) -> str:
-    """Return a figure as text: "no labels" if there are no ``labels`` or the figure is -1, as files and pycocotools write it."""
-    return f"{value:.3f}" if labels and value != -1 else "no labels"
-
-
 def accuracy_text(evaluation: Evaluation) -> str:
-    """Return ``mAP50 0.500, mAP50-95 0.300``."""
+    """Return ``mAP50 0.500, mAP50-95 0.300``: the figures that choose the best weights."""
     figures = evaluation.metrics.figures
-    return ", ".join(f"{name} {figure_text(figures[name])}" for name in ("mAP50", "mAP50-95"))
+    return ", ".join(f"{name} {figure_text(figures[name])}" for name in evaluation.task.fitness_of)
 
 
 def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
@@ -70,14 +59,14 @@ def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
 
 def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, list[str], list[list[str]]]:
     """Return (title, columns, rows) of a validation: one row for all classes, then one per class."""
-    metrics = evaluation.metrics
-    columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
-    figures = [metrics.figures[name] for name in ("P", "R", "mAP50", "mAP50-95")]
+    metrics, of_class = evaluation.metrics, evaluation.task.of_class
+    columns = ["class", "images", "labels", *of_class]
+    figures = [metrics.figures[name] for name in of_class]
     labels = sum(int(c["labels"]) for c in metrics.per_class.values())
     rows = [["all", str(evaluation.images), str(labels), *(figure_text(v, labels) for v in figures)]]
     if per_class:
         for name, c in metrics.per_class.items():
-            values = (c["P"], c["R"], c["AP50"], c["AP"])
+            values = [c[name] for name in of_class.values()]
             count = int(c["labels"])
             rows.append([name, str(int(c["images"])), str(count), *(figure_text(v, count) for v in values)])
     return f"validation: {evaluation.images} images, {evaluation.seconds['wall']:.1f} s", columns, rows

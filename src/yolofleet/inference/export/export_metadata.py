@@ -72,6 +72,7 @@ class ExportMetadata:
         assumed: what the reader of the weights assumed, see ``WeightsHeader.assumed``.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
+        task: what the network finds. outputs: names of decoded predictions.
         needs_nms: boxes of decoded predictions need suppression, see ``Detector``.
         version: of this form.
     """
@@ -90,11 +91,9 @@ class ExportMetadata:
     needs_nms: bool = True
     assumed: Annotated[dict[Word, Word], Field(max_length=8)] = field(default_factory=dict)
     sides_px: tuple[Side, Side] | None = None
+    task: Word = "boxes"
+    outputs: Annotated[tuple[Word, ...], Field(min_length=1, max_length=16)] = (DECODED,)
     version: int = VERSION
-
-    @property
-    def output(self) -> str:
-        return DECODED if self.nms is None else BOXES
 
     @property
     def stride(self) -> int:
@@ -103,7 +102,8 @@ class ExportMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""
-        computes = COMPUTES[self.output] + ("" if self.needs_nms else NO_NMS)
+        computes = COMPUTES.get(BOXES if self.nms else self.outputs[0], f"decoded predictions of {self.task}")
+        computes += "" if self.needs_nms else NO_NMS
         return {"yolofleet": __version__, **asdict(self), "computes": computes}
 
     def to_json(self) -> str:

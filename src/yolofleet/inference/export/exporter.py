@@ -19,7 +19,7 @@ from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
-from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.inference.export.export_metadata import DECODED, ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
 from yolofleet.inference.export.opened import first_line, remember_export
@@ -27,6 +27,7 @@ from yolofleet.inference.export.runtime import image_size, open_exported
 from yolofleet.inference.export.verify import (
     batches_of,
     calibration_batches,
+    check_difference,
     compare,
     compare_quantized,
     compare_suppressed,
@@ -39,6 +40,8 @@ from yolofleet.storage.atomic import emit_json, make_folder, writing
 from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.text import quoted
+from yolofleet.tasks.table import task_of
+from yolofleet.tasks.task import Task
 
 
 def export_command(config: ExportConfig) -> int:
@@ -66,6 +69,7 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         raise ConfigError(
             f"--nms: boxes of {model.description.name} need no suppression", hint="leave out --nms"
         )
+    task_of(model).check({"--nms": config.nms, "--int8": config.int8})
     for format in formats:  # what no package can mend comes before the packages to install
         check_format(format, config, model)
     for format in formats:
@@ -244,21 +248,21 @@ def _verified(
                 why = "the network finds no boxes to compare in the images"
                 return {"why_not": why, "install": "--data with images that have objects"}
         else:
-            difference.check(job.metadata.half)
+            check_difference(difference, job.metadata.half)
         figures: dict[str, Any] = {
             "verified": True,
             "runtime": runtime.place,
-            "images": difference.images,
-            "predictions": difference.boxes,
-            "box_px": difference.box_px,
+            "images": sum(map(len, batches)),
+            "predictions": difference.compared,
+            "box_px": difference.place,
             "score": difference.score,
         }
         if job.metadata.int8:
             figures |= {"agreement": agreement.share, "compared_boxes": agreement.boxes}
         if job.metadata.nms is not None:
             kept = compare_suppressed(runtime, plain, batches)
-            kept.check(job.metadata.half)
-            figures |= {"boxes": kept.boxes, "kept_box_px": kept.box_px, "kept_score": kept.score}
+            check_difference(kept, job.metadata.half)
+            figures |= {"boxes": kept.compared, "kept_box_px": kept.place, "kept_score": kept.score}
     return figures
 
 
@@ -281,6 +285,8 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
     any_size = config.dynamic in ("size", "both")
     return ExportMetadata(
         family=model.description.family,
+        task=model.task,
+        outputs=output_names(task_of(model)),
         model=model.description.name,
         names=model.names,
         strides=model.strides,
@@ -294,6 +300,12 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
     )
+
+
+def output_names(task: Task) -> tuple[str, ...]:
+    """Return the names of the outputs of a file: those of the decoded predictions, or one of all of them."""
+    names: tuple[str, ...] = task.decoded._fields
+    return names if len(names) > 1 else (DECODED,)
 
 
 def check_target(out: Path, format: Format) -> None:
@@ -349,7 +361,9 @@ def verdict_text(figures: dict[str, Any]) -> str:
     text = f"exported and verified: {figures['runtime']} against the network on {figures['images']} images ({figures['pictures']}): "
     if "agreement" in figures:
         return f"{text}{figures['agreement']:.0%} of {figures['compared_boxes']} boxes agree"
-    text += f"boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
+    text += (
+        f"{figures['facts']['task']} within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
+    )
     if "boxes" not in figures:
         return text
     if not figures["boxes"]:

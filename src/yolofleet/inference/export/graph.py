@@ -37,9 +37,10 @@ class ExportGraph(nn.Module):
         if half:
             self.network.half()
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return decoded predictions, float32 [N, K, 5 + C], for images float32 [N, 3, H, W] RGB in 0..1."""
-        return self.network.decode(self.network(images.half() if self.half_inside else images))
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the fields of the decoded predictions, or the only one, for images float32 [N, 3, H, W] RGB in 0..1."""
+        decoded = tuple(self.network.decode(self.network(images.half() if self.half_inside else images)))
+        return decoded if len(decoded) > 1 else decoded[0]
 
 
 class ZeroBorder(nn.Module):

@@ -56,7 +56,9 @@ def model_of(job: ExportJob, folder: Path) -> Any:
     batch = {} if metadata.batch else {0: "batch"}
     variable = {} if metadata.size_hw else {2: "height", 3: "width"}
     rows = {} if metadata.size_hw else {1: "rows"}
-    axes = {IMAGES: batch | variable, DECODED: batch | rows} if batch or variable else None
+    outputs = list(metadata.outputs)
+    ends = dict.fromkeys(outputs, batch | rows)
+    axes = {IMAGES: batch | variable, **ends} if batch or variable else None
     with quiet(), TemporaryDirectory(dir=folder, prefix=".onnx-") as temporary:
         file = Path(temporary, "model.onnx")
         torch.onnx.export(
@@ -64,14 +66,15 @@ def model_of(job: ExportJob, folder: Path) -> Any:
             (job.example(),),
             file,
             input_names=[IMAGES],
-            output_names=[DECODED],
+            output_names=outputs,
             opset_version=OPSET,
             dynamo=False,
             dynamic_axes=axes,
         )
         model = onnx.load_model_from_string(file.read_bytes())
-    values = model.graph.output[0].type.tensor_type.shape.dim[2]
-    values.dim_value = 5 + len(metadata.names)  # the exporter does not always infer it
+    if outputs == [DECODED]:
+        values = model.graph.output[0].type.tensor_type.shape.dim[2]
+        values.dim_value = 5 + len(metadata.names)  # the exporter does not always infer it
     if metadata.int8:
         assert job.calibration is not None
         _onnxruntime()
@@ -142,11 +145,12 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     if len(session.get_inputs()) != 1:
         raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, expected 1")
     used = session.get_providers()[0].removesuffix("ExecutionProvider")
-    given, result = session.get_inputs()[0].name, session.get_outputs()[0].name
+    given = session.get_inputs()[0].name
+    results = [one.name for one in session.get_outputs()[: len(metadata.outputs)]]
     return Opened(
         metadata,
         f"ONNX Runtime {onnxruntime.__version__}, {used}",
-        lambda images: session.run([result], {given: images})[0],
+        lambda images: session.run(results, {given: images}),
     )
 
 

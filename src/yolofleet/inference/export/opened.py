@@ -31,12 +31,12 @@ class Opened:
 
     Attributes:
         place: name and version of the runtime, and its device, as text.
-        run: returns the output for images float32 [B, 3, H, W]; only one thread may call it at a time.
+        run: returns the outputs for images float32 [B, 3, H, W], or the only one; only one thread may call it at a time.
     """
 
     metadata: ExportMetadata
     place: str
-    run: Callable[[np.ndarray], np.ndarray]
+    run: Callable[[np.ndarray], np.ndarray | list[np.ndarray]]
 
 
 def open_format(format: Format, path: Path, device: str | None, threads: int) -> Opened:
@@ -61,10 +61,11 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
     return opened
 
 
-def run_once(path: Path, opened: Opened, images: np.ndarray) -> np.ndarray:
-    """Return the output for ``images`` as float32. Raise CheckpointError if the runtime fails."""
+def run_once(path: Path, opened: Opened, images: np.ndarray) -> list[np.ndarray]:
+    """Return the outputs for ``images`` as float32. Raise CheckpointError if the runtime fails."""
     try:
-        return np.asarray(opened.run(images), np.float32)
+        found = opened.run(images)
+        return [np.asarray(one, np.float32) for one in (found if isinstance(found, list) else [found])]
     except YolofleetError:
         raise
     except Exception as problem:  # each runtime has its own exceptions

@@ -66,9 +66,9 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     settings = {"INFERENCE_NUM_THREADS": threads, PRECISION: "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
 
-    def run(images: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = compiled(images)[0].copy()  # the runtime reuses its output buffer
-        return rows
+    def run(images: np.ndarray) -> list[np.ndarray]:
+        found = compiled(images)  # the runtime reuses its output buffers
+        return [found[number].copy() for number in range(len(compiled.outputs))]
 
     default = _core().get_property("CPU", PRECISION).get_type_name()
     place = f"OpenVINO {_library().__version__.split('-')[0]}, CPU with {PRECISION}=f32"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from yolofleet.families.networks.detector import UNSTATED_PX, Detector
 from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
-from yolofleet.inference.export.export_metadata import MAX_PIXELS
+from yolofleet.inference.export.export_metadata import DECODED, MAX_PIXELS
 from yolofleet.inference.export.formats import format_of, need
 from yolofleet.inference.export.opened import Opened, check_meant, check_trusted, open_format, run_once
 from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.tasks.table import task_of
 
 
 class Runtime:
@@ -37,17 +39,18 @@ class Runtime:
         self.path, self.metadata, self.place, self._opened = path, metadata, opened.place, opened
         self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
         self.trained_px, self.needs_nms = metadata.trained_px, metadata.needs_nms
+        self.task = metadata.task
         self.assumed: Mapping[str, str] = metadata.assumed
         self._lock = threading.Lock()
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the output for ``images``.
+    def __call__(self, images: Tensor) -> Any:
+        """Return the predictions for ``images``.
 
         Args:
             images: float32 [N, 3, H, W] RGB in 0..1, any N; H and W must fit ``metadata``.
         Returns:
-            float32 on the CPU: decoded predictions [N, K, 5 + C] (see ``Detector.decode``); for a file with NMS
-            [N, max_det, 6] x1, y1, x2, y2 (pixels), score, class.
+            float32 on the CPU: decoded predictions as of ``Detector.decode``; for a file with NMS [N, max_det, 6] x1, y1, x2,
+            y2 (pixels), score, class.
 
         Raises:
             CheckpointError: the runtime fails, or its output has another shape.
@@ -70,8 +73,9 @@ class Runtime:
             missing = batch - len(part)
             if missing:  # fill the fixed batch with black images
                 part = np.concatenate([part, np.zeros((missing, *part.shape[1:]), np.float32)])
-            parts.append(self._checked(part)[: batch - missing])
-        return torch.from_numpy(np.concatenate(parts))
+            parts.append([output[: batch - missing] for output in self._checked(part)])
+        outputs = [torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True)]
+        return outputs[0] if self.metadata.nms else task_of(self).decoded(*outputs)
 
     def check_precision(self, precision: str) -> None:
         """Raise ConfigError if ``--precision`` is not "auto"."""
@@ -89,20 +93,27 @@ class Runtime:
                 hint="export without --nms to validate",
             )
 
-    def decode(self, decoded: Tensor) -> Tensor:
+    def decode(self, decoded: Any) -> Any:
         """Return the output of ``__call__`` unchanged, because it is decoded."""
         return decoded
 
-    def _checked(self, images: np.ndarray) -> np.ndarray:
-        values = 6 if self.metadata.nms else 5 + self.nc
+    def _checked(self, images: np.ndarray) -> list[np.ndarray]:
+        metadata, size = self.metadata, f"{len(images)}, ..."
         with self._lock:
-            output = run_once(self.path, self._opened, images)
-        if output.ndim != 3 or len(output) != len(images) or output.shape[2] != values:
+            outputs = run_once(self.path, self._opened, images)
+        fits = len(outputs) == len(metadata.outputs) and all(len(one) == len(images) for one in outputs)
+        if metadata.outputs == (DECODED,):
+            values = 6 if metadata.nms else 5 + self.nc
+            fits, size = fits and outputs[0].shape[2:] == (values,), f"{len(images)}, K, {values}"
+        if not fits:
             raise CheckpointError(
-                f"{self.path} returned {list(output.shape)}, expected [{len(images)}, K, {values}] by its metadata",
+                f"{self.path} returned {', '.join(str(list(one.shape)) for one in outputs)}, expected "
+                f"{len(metadata.outputs)} x [{size}] by its metadata"
+                if len(metadata.outputs) > 1
+                else f"{self.path} returned {list(outputs[0].shape)}, expected [{size}] by its metadata",
                 hint="export it again",
             )
-        return output
+        return outputs
 
 
 def open_exported(

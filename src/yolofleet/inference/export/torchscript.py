@@ -41,10 +41,11 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
 
 
-def _runner(function: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
-    def run(images: np.ndarray) -> np.ndarray:
+def _runner(function: Callable[[Tensor], Any]) -> Callable[[np.ndarray], list[np.ndarray]]:
+    def run(images: np.ndarray) -> list[np.ndarray]:
         with torch.inference_mode():
             given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
-            return function(given).numpy()
+            found = function(given)
+            return [one.numpy() for one in (found if isinstance(found, tuple) else (found,))]
 
     return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import cv2
 import numpy as np
@@ -17,61 +18,48 @@ from torch import Tensor
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.spec import DatasetSpec
-from yolofleet.data.geometry.boxes import clip_xyxy, iou_matrix, xyxy_from_cxcywh
 from yolofleet.data.geometry.letterbox import letterbox
-from yolofleet.data.geometry.nms import detections
 from yolofleet.data.images.decode import read_image
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.families.recipe_class import TrainingRecipe
 from yolofleet.inference.export.export_metadata import ExportMetadata
 from yolofleet.inference.export.runtime import Runtime
 from yolofleet.support.errors import NumericsError
+from yolofleet.tasks.boxes.differences import partners_difference, shared
+from yolofleet.tasks.boxes.found import FoundBoxes
+from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.table import task_of
+from yolofleet.tasks.task import Difference, Limits
 
-LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
+LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of places in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
 LARGEST_PX = 1280  # side with which a file of any size is verified, unless it was traced with a larger one
 MIN_AGREEMENT = 0.5  # of the boxes of an 8-bit file and of the network
-SAME_IOU = 0.5  # overlap of two boxes of one class that count as one
+MOST_COMPARED = 300  # boxes of an image
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The largest differences over all images.
-
-    Attributes:
-        box_px: of a side of a box inside the image, pixels.
-        score: of objectness, class probabilities, and their products.
-        images: number of compared images.
-        boxes: number of compared predictions, or of boxes after NMS.
-    """
-
-    box_px: float
-    score: float
-    images: int
-    boxes: int
-
-    @classmethod
-    def largest(cls, found: Iterable[tuple[float, float, int]], images: int) -> Difference:
-        """Return the largest of several differences in pixels and in scores, with their numbers of boxes."""
-        boxes_px, scores, counts = zip(*found, strict=True)
-        return cls(max(boxes_px), max(scores), images, sum(counts))
-
-    def check(self, half: bool) -> None:
-        """Raise NumericsError if rounding does not explain the difference, because it exceeds ``LIMITS``."""
-        most_px, most_score = LIMITS[half]
-        if not part_of_limits((self.box_px, self.score, 0), half) <= 1:
-            raise NumericsError(
-                f"the exported file differs from the network: boxes by {self.box_px:.3g} px (at most {most_px:g}), "
-                f"scores by {self.score:.3g} (at most {most_score:g})",
-                hint="the file was removed; verify with --data and images that the network was trained for, use another "
-                "--format, or leave out --half and --simplify",
-            )
+def largest(found: Iterable[Difference]) -> Difference:
+    """Return the largest differences of several, and the sum of what was compared."""
+    places, scores, counts = zip(*((one.place, one.score, one.compared) for one in found), strict=True)
+    return Difference(max(places), max(scores), sum(counts))
 
 
-def part_of_limits(found: tuple[float, float, int], half: bool) -> float:
+def check_difference(found: Difference, half: bool) -> None:
+    """Raise NumericsError if rounding does not explain a difference, because it exceeds ``LIMITS``."""
+    most_px, most_score = LIMITS[half]
+    if not part_of_limits(found, half) <= 1:
+        raise NumericsError(
+            f"the exported file differs from the network: places by {found.place:.3g} px (at most {most_px:g}), "
+            f"scores by {found.score:.3g} (at most {most_score:g})",
+            hint="the file was removed; verify with --data and images that the network was trained for, use another "
+            "--format, or leave out --half and --simplify",
+        )
+
+
+def part_of_limits(found: Difference, half: bool) -> float:
     """Return the larger one of the differences in pixels and in scores, each as a part of its limit."""
-    return max(found[0] / LIMITS[half][0], found[1] / LIMITS[half][1])
+    return max(found.place / LIMITS[half][0], found.score / LIMITS[half][1])
 
 
 def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Difference:
@@ -82,19 +70,24 @@ def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> D
         network: in evaluation mode, on the CPU.
         batches: images, each [N, 3, H, W] float32 RGB in 0..1.
     """
-    found, network, metadata = [], fuse(network), runtime.metadata
+    found, network, metadata, task = [], fuse(network), runtime.metadata, task_of(network)
     for images in batches:
         size_hw = (images.shape[2], images.shape[3])
         with torch.inference_mode():
-            ours, theirs = network.decode(network(images)), runtime(images)
-            for i, row in enumerate(theirs.split(1)):
-                one = decoded_difference(ours[i : i + 1], row, size_hw, in_order=network.needs_nms)
-                others = iter(()) if metadata.int8 else network.choices(images[i : i + 1])
+            pairs = zip(_each(network.decode(network(images))), _each(runtime(images)), images, strict=True)
+            for ours, theirs, image in pairs:
+                one = task.difference(ours, theirs, size_hw, in_order=network.needs_nms)
+                others = iter(()) if metadata.int8 else network.choices(image[None])
                 while part_of_limits(one, metadata.half) > 1 and (other := next(others, None)) is not None:
-                    again = decoded_difference(other, row, size_hw, in_order=network.needs_nms)
+                    again = task.difference(other, theirs, size_hw, in_order=network.needs_nms)
                     one = min(one, again, key=lambda each: part_of_limits(each, metadata.half))
                 found.append(one)
-    return Difference.largest(found, sum(map(len, batches)))
+    return largest(found)
+
+
+def _each(decoded: Any) -> list[Any]:
+    """Return the decoded predictions of each image, [1, ...]."""
+    return [type(decoded)(*parts) for parts in zip(*(part.split(1) for part in decoded), strict=True)]
 
 
 def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tensor]) -> Difference:
@@ -107,11 +100,10 @@ def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tenso
     assert nms is not None and plain.metadata.nms is None
     found = []
     for images in batches:
-        ours, _ = detections(plain(images), multi_label=False, **asdict(nms))
-        for mine, row in zip(ours, runtime(images), strict=True):
-            box_px, score = partners_difference(mine, row[row[:, 4] > 0], above=nms.conf + 1e-5)
-            found.append((box_px, score, len(mine)))
-    return Difference.largest(found, sum(map(len, batches)))
+        ours, _ = BOXES.found(plain(images), Limits(**asdict(nms)))
+        for mine, theirs in zip(ours, FoundBoxes.of_padded(runtime(images)), strict=True):
+            found.append(partners_difference(mine, theirs, above=nms.conf + 1e-5))
+    return largest(found)
 
 
 @dataclass(frozen=True)
@@ -145,75 +137,16 @@ def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Ten
     Args:
         runtime, network, batches: as in :func:`compare`.
     """
-    conf, iou = PredictConfig.model_fields["conf"].default, PredictConfig.model_fields["iou"].default
-    iou = iou if network.needs_nms else None
+    limits = Limits(PredictConfig().conf, PredictConfig().iou if network.needs_nms else None, MOST_COMPARED)
     common, ours_count, theirs_count, network = 0, 0, 0, fuse(network)
     for images in batches:
         with torch.inference_mode():
             decoded = network.decode(network(images))
-        ours, theirs = (
-            detections(each, conf=conf, iou=iou, max_det=300, multi_label=False)[0]
-            for each in (decoded, runtime(images))
-        )
-        for mine, found in zip(ours, theirs, strict=True):
-            same = (iou_matrix(mine[:, :4], found[:, :4]) >= SAME_IOU) & (mine[:, None, 5] == found[:, 5])
-            common += min(int(same.any(1).sum()), int(same.any(0).sum()))
-            ours_count, theirs_count = ours_count + len(mine), theirs_count + len(found)
+        ours, theirs = (BOXES.found(each, limits)[0] for each in (decoded, runtime(images)))
+        common += sum(map(shared, ours, theirs))
+        ours_count, theirs_count = ours_count + sum(map(len, ours)), theirs_count + sum(map(len, theirs))
     total = ours_count + theirs_count
     return Agreement(2 * common / total if total else 1.0, ours_count)
-
-
-def decoded_difference(
-    ours: Tensor, theirs: Tensor, size_hw: tuple[int, int], *, in_order: bool = True
-) -> tuple[float, float, int]:
-    """Return the largest difference of box sides (pixels) and of scores, and the number of predictions.
-
-    The differences are infinite if the arguments cannot be compared. Sides outside the image are first moved to its
-    border, as in every detection. Some predictions without an object have a side ten images away, where rounding errors
-    exceed a pixel.
-
-    Args:
-        ours, theirs: decoded predictions [N, K, 5 + C].
-        size_hw: height and width of the images, pixels.
-        in_order: row k of one stands for row k of the other; else both are sets of rows, matched one to one.
-    """
-    if ours.shape != theirs.shape or not (ours - theirs).isfinite().all():
-        return float("inf"), float("inf"), 0
-    mine, found = (
-        torch.cat([clip_xyxy(xyxy_from_cxcywh(d[..., :4]), size_hw), d[..., 4:], d[..., 4:5] * d[..., 5:]], 2)
-        for d in (ours, theirs)
-    )
-    if not in_order:
-        from scipy.optimize import linear_sum_assignment  # no benchmark loads scipy
-
-        units = torch.tensor(LIMITS[False]).repeat_interleave(torch.tensor([4, mine.shape[2] - 4]))
-        costs = torch.cdist(mine / units, found / units, p=torch.inf)  # [N, K, K]
-        partners = [linear_sum_assignment(cost)[1] for cost in costs.numpy()]
-        found = torch.stack([rows[order] for rows, order in zip(found, partners, strict=True)])
-    off = (mine - found).abs()
-    return float(off[..., :4].max()), float(off[..., 4:].max()), ours.shape[0] * ours.shape[1]
-
-
-def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[float, float]:
-    """Return the largest difference of sides (pixels) and scores between each box and its partner in the other set.
-
-    The partner of a box is the nearest box of its class. The differences are infinite if a box has no partner.
-
-    Args:
-        ours, theirs: boxes of one image, [n, 6] x1, y1, x2, y2 (pixels), score, class.
-        above: ignore boxes whose score is not above this.
-    """
-    worst_px, worst_score = 0.0, 0.0
-    for some, others in ((ours, theirs), (theirs, ours)):
-        for box in some[some[:, 4] > above]:
-            same = others[others[:, 5] == box[5]]
-            if not len(same):
-                return float("inf"), float("inf")
-            off_px = (same[:, :4] - box[:4]).abs().amax(1)
-            partner = int(off_px.argmin())
-            worst_px = max(worst_px, float(off_px[partner]))
-            worst_score = max(worst_score, abs(float(same[partner, 4] - box[4])))
-    return worst_px, worst_score
 
 
 def sides_px(size_hw: tuple[int, int], stride: int) -> tuple[int, int]:

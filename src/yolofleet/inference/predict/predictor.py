@@ -16,14 +16,12 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from torch import Tensor
 
 from yolofleet.config.checks import check_suppression
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.words import instead_of
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
-from yolofleet.data.geometry.nms import detections
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.families.networks.combined import CombinedNetwork, inference_network
 from yolofleet.families.networks.detector import Detector, square_of
@@ -35,6 +33,9 @@ from yolofleet.support import devices
 from yolofleet.support.device_names import ALL
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.text import did_you_mean, inform, shown
+from yolofleet.tasks.boxes.found import FoundBoxes
+from yolofleet.tasks.table import task_of
+from yolofleet.tasks.task import Limits
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
 DEFAULTS = PredictConfig()
@@ -113,6 +114,8 @@ class Predictor:
             combined = inference_network(models, self.device, augment=config.augment, merge=config.merge)
             self.model, self.size_hw = combined, square_of(combined, config.img, config.fit)
         check_suppression(config, needs_nms=self.model.needs_nms)
+        self.task = task_of(self.model)
+        self.task.check({"--tile": config.tile > 0})
         self.names = tuple(self.model.names if names is None else names)
         self.stride = max(self.model.strides)
         self.img = -(-config.img // self.stride) * self.stride
@@ -223,7 +226,7 @@ class Predictor:
             fuse=self.config.merge == "wbf",
         )
         seconds = {name: sum(part.seconds[name] for part in found) for name in found[0].seconds}
-        return Prediction(frame, boxes, scores, classes, self.names, seconds)
+        return Prediction(frame, FoundBoxes(classes, scores, boxes), self.names, seconds, self.task)
 
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
         """Return the image as the network's input uint8 [h, w, 3], and the transform back."""
@@ -246,8 +249,8 @@ class Predictor:
             ) from None
 
     @torch.inference_mode()
-    def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor | list[Tensor]:
-        """Return decoded predictions float32 [N, K, 5 + C] of images uint8 [h, w, 3] of one shape.
+    def forward(self, images_bgr: Sequence[np.ndarray]) -> Any:
+        """Return decoded predictions, see ``Detector.decode``, of images uint8 [h, w, 3] of one shape.
 
         An exported file that suppresses inside gives [N, D, 6], weighted box fusion a list (see ``CombinedNetwork``).
         """
@@ -269,33 +272,26 @@ class Predictor:
             decoded = self.forward([image for _, image, _, _ in waiting])
         forward_s = time.perf_counter() - began
         per_image = self.suppress(decoded)
-        rows = [found.cpu().numpy() for found in per_image]  # [n, 6] x1, y1, x2, y2, score, class
         nms_s = time.perf_counter() - began - forward_s
-        for (frame, _, back, read_s), row in zip(waiting, rows, strict=True):
+        for (frame, _, back, read_s), found in zip(waiting, per_image, strict=True):
             shares = {"read": read_s, "forward": forward_s / len(waiting), "nms": nms_s / len(waiting)}
-            boxes = back.to_native(row[:, :4])
-            yield Prediction(frame, boxes, row[:, 4], row[:, 5].astype(np.int64), self.names, shares)
+            yield Prediction(frame, found.native(back), self.names, shares, self.task)
 
-    def suppress(self, decoded: Tensor | list[Tensor]) -> list[Tensor]:
-        """Return [n, 6] x1, y1, x2, y2, score, class of each image, from the result of :meth:`forward`."""
+    def suppress(self, decoded: Any) -> list[Any]:
+        """Return what was ``Found`` in each image, in pixels of the network's, from the result of :meth:`forward`."""
+        config = self.config
         if self.suppressed:
-            kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.config.conf)] for boxes in decoded]
+            kept = [found.rows(found.scores > config.conf) for found in FoundBoxes.of_padded(decoded)]
             wanted = self.classes
-            return (
-                kept
-                if wanted is None
-                else [boxes[torch.isin(boxes[:, 5].long(), torch.tensor(wanted))] for boxes in kept]
-            )
-        found, _capped = detections(
-            decoded,
-            conf=self.config.conf,
-            iou=self.config.iou if self.model.needs_nms else None,
-            max_det=self.config.max_det,
-            multi_label=False,
-            agnostic=self.config.agnostic_nms,
+            return kept if wanted is None else [found.rows(np.isin(found.classes, wanted)) for found in kept]
+        limits = Limits(
+            conf=config.conf,
+            iou=config.iou if self.model.needs_nms else None,
+            max_det=config.max_det,
+            agnostic=config.agnostic_nms,
             classes=self.classes,
         )
-        return found
+        return self.task.found(decoded, limits)[0]
 
 
 def _check_suppression(config: PredictConfig, runtime: Runtime) -> None:

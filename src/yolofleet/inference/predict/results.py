@@ -18,9 +18,11 @@ import cv2
 import numpy as np
 
 from yolofleet.inference.predict.sources import Frame
-from yolofleet.runs.report.draw import class_name, draw_boxes
+from yolofleet.runs.report.draw import class_name
 from yolofleet.storage.atomic import write_bytes
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.task import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -35,23 +37,40 @@ TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The boxes of one image, highest score first.
+    """What was found in one image, highest score first.
 
     Attributes:
         frame: the source of the image.
-        boxes_xyxy_px: float32 [n, 4] left, top, right, bottom in the image's own pixels, inside it.
-        scores: float32 [n], 0..1. classes: int64 [n].
+        found: in the image's own pixels, for boxes ``FoundBoxes``.
         names: of all classes.
         seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
             share its time equally.
     """
 
     frame: Frame
-    boxes_xyxy_px: np.ndarray
-    scores: np.ndarray
-    classes: np.ndarray
+    found: Any
     names: tuple[str, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+    task: Task = BOXES
+
+    @property
+    def boxes_xyxy_px(self) -> np.ndarray:
+        """float32 [n, 4] left, top, right, bottom. Raise ConfigError if the network finds no boxes."""
+        self.task.check({"boxes": self.task is not BOXES})
+        boxes: np.ndarray = self.found.boxes_xyxy_px
+        return boxes
+
+    @property
+    def scores(self) -> np.ndarray:
+        """float32 [n], 0..1."""
+        scores: np.ndarray = self.found.scores
+        return scores
+
+    @property
+    def classes(self) -> np.ndarray:
+        """int64 [n]."""
+        classes: np.ndarray = self.found.classes
+        return classes
 
     def __repr__(self) -> str:
         """Return path, size and counts of classes; the pixels would fill the screen."""
@@ -68,42 +87,24 @@ class Prediction:
         return self.frame.image
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(self.found)
 
     def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
-        """Return a copy of the image with the boxes; see ``runs.report.draw.draw_boxes``."""
-        return draw_boxes(
-            self.image_bgr,
-            self.boxes_xyxy_px,
-            self.classes,
-            self.names,
-            self.scores,
-            line_width=line_width,
-            hide_labels=hide_labels,
-            hide_scores=hide_conf,
-        )
+        """Return a copy of the image with what was found; see ``runs.report.draw.draw_boxes``."""
+        style = {"line_width": line_width, "hide_labels": hide_labels, "hide_scores": hide_conf}
+        return self.task.draw(self.image_bgr, self.found, self.names, **style)
 
     plot = draw  # Ultralytics' name
 
     def to_json(self) -> dict[str, Any]:
-        """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
+        """Return values for JSON."""
         height, width = self.image_bgr.shape[:2]
         return {
             "path": self.path,
             "frame": self.frame.number if self.frame.video else None,
             "width": width,
             "height": height,
-            "detections": [
-                {
-                    "class": c,
-                    "name": class_name(self.names, c),
-                    "score": round(score, 5),
-                    "box_xyxy_px": [round(side, 2) for side in box],
-                }
-                for c, score, box in zip(
-                    self.classes.tolist(), self.scores.tolist(), self.boxes_xyxy_px.tolist(), strict=True
-                )
-            ],
+            "detections": self.task.to_json(self.found, self.names),
         }
 
     def pandas(self) -> pandas.DataFrame:
@@ -129,7 +130,7 @@ class Prediction:
         )
 
     def counts(self) -> str:
-        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
+        """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` if nothing was found."""
         found, counts = np.unique(self.classes, return_counts=True)
         words = [
             f"{count} {plural(class_name(self.names, c)) if count > 1 else class_name(self.names, c)}"

@@ -46,7 +46,10 @@ def predictor_of(config: PredictConfig) -> Predictor:
     networks = open_networks(
         config.weights, config.cfg, device=device, augment=config.augment, trust=config.trust
     )
-    return Predictor(networks, config)
+    predictor = Predictor(networks, config)
+    asked = {"--save-txt": config.save_txt, "--save-crop": config.save_crop, "--save-csv": config.save_csv}
+    predictor.task.check(asked)
+    return predictor
 
 
 def predict_command(config: PredictConfig) -> int:
@@ -105,7 +108,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             )
         output.finish()
         if not boxes:
-            console.note(f"no box reached --conf {config.conf:g}")
+            console.note(f"nothing reached --conf {config.conf:g}")
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
         images += f" ({source.lost} more could not be read)" if source.lost else ""
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})

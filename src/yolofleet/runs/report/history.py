@@ -17,7 +17,7 @@ from yolofleet.config.job import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.results import MAX_BYTES, fitness_of, number, read_rows
+from yolofleet.runs.report.results import MAP, MAP50, MAX_BYTES, fitness_of, metrics_of, number, read_rows
 from yolofleet.runs.report.results import MOST_ROWS as MOST_TABLE_ROWS
 from yolofleet.storage.foreign import read_foreign, read_foreign_text
 from yolofleet.support.errors import ConfigError, StorageError
@@ -90,15 +90,16 @@ def read_progress(
 
 
 def best_of(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without a validation."""
+    """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without boxes to judge."""
     best: dict[str, float] = {}
     for row in rows:
-        epoch, map50, map50_95 = map(number, map(row.get, ("epoch", "metrics/mAP50", "metrics/mAP50-95")))
+        epoch, figures = number(row.get("epoch")), metrics_of(row)
+        map50_95 = figures.get(MAP)
         if epoch is None or map50_95 is None:
             continue
-        fitness = fitness_of(map50 or 0.0, map50_95)
+        fitness = fitness_of(figures.get(MAP50) or 0.0, map50_95)
         if not best or fitness > best["fitness"] or fitness == best["fitness"] == 0:
-            best = {"epoch": int(epoch), "mAP50-95": map50_95, "fitness": fitness}
+            best = {"epoch": int(epoch), MAP: map50_95, "fitness": fitness}
     return best
 
 
@@ -107,9 +108,8 @@ def _results_so_far(
 ) -> dict[str, Any]:
     """Return the values of results.json for a run that has not written it: from results.csv and the events."""
     found: dict[str, Any] = {"best": best} if best else {}
-    validated = [row for row in rows if number(row.get("metrics/mAP50-95")) is not None]
-    if validated:
-        found["metrics"] = {name: number(validated[-1].get(column)) for name, column in _METRICS.items()}
+    if validated := [figures for row in rows if (figures := metrics_of(row))]:
+        found["metrics"] = validated[-1]
     if rows:
         found |= {"steps": number(rows[-1].get("step")), "images_seen": number(rows[-1].get("images"))}
         found["seconds"] = {"epochs": sum(number(row.get("seconds")) or 0.0 for row in rows)}
@@ -127,12 +127,6 @@ def _results_so_far(
     return found
 
 
-_METRICS = {  # name in results.json -> column of results.csv
-    "P": "metrics/precision",
-    "R": "metrics/recall",
-    "mAP50": "metrics/mAP50",
-    "mAP50-95": "metrics/mAP50-95",
-}
 _RESULTS = (
     *("metrics", "weights_sha256", "best", "steps", "images_seen", "fleet"),
     *("versions", "seconds", "images"),

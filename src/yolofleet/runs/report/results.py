@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -39,17 +39,24 @@ MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
 
 
-def columns(losses: Sequence[str]) -> list[str]:
-    """Return the column names of the table; ``losses``: kinds of loss terms."""
+MAP50, MAP = "mAP50", "mAP50-95"  # figures of boxes
+# column -> figure, for boxes
+BOX_COLUMNS = {
+    "metrics/precision": "P",
+    "metrics/recall": "R",
+    f"metrics/{MAP50}": MAP50,
+    f"metrics/{MAP}": MAP,
+}
+
+
+def columns(losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> list[str]:
+    """Return the column names of the table; ``losses``: kinds of loss terms; ``metrics``: columns of the task."""
     return [
         "epoch",  # epochs done, from 1
         "step",  # optimizer updates done
         "images",  # images seen
         *(f"train/{kind}_loss" for kind in losses),
-        "metrics/precision",
-        "metrics/recall",
-        "metrics/mAP50",
-        "metrics/mAP50-95",
+        *metrics,
         *(f"val/{kind}_loss" for kind in losses),
         "lr",
         "seconds",  # of the epoch, including validation and checkpoint
@@ -63,8 +70,16 @@ def columns(losses: Sequence[str]) -> list[str]:
 
 
 def fitness_of(map50: float, map50_95: float) -> float:
-    """Return the figure that chooses the best weights, as in YOLOv5: 0.1 mAP50 + 0.9 mAP50-95."""
+    """Return the figure that chooses the best weights of boxes, as in YOLOv5: 0.1 mAP50 + 0.9 mAP50-95."""
     return 0.1 * map50 + 0.9 * map50_95
+
+
+def metrics_of(row: Mapping[str, str]) -> dict[str, float | None]:
+    """Return the figures of a validation in a row, by their names in results.json; empty without a validation."""
+    found = {name: number(cell) for name, cell in row.items() if name.startswith("metrics/")}
+    if all(value is None for value in found.values()):
+        return {}
+    return {BOX_COLUMNS.get(name, name.removeprefix("metrics/")): value for name, value in found.items()}
 
 
 def read_rows(
@@ -114,11 +129,11 @@ class ResultsTable:
     """The file ``results.csv``. Every epoch rewrites it atomically, so it is never incomplete or has an epoch twice.
 
     Args:
-        losses: kinds of loss terms: box, obj, cls.
+        losses: kinds of loss terms: box, obj, cls. metrics: columns of the task's figures.
     """
 
-    def __init__(self, path: Path, losses: Sequence[str]) -> None:
-        self.path, self.columns = path, columns(losses)
+    def __init__(self, path: Path, losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> None:
+        self.path, self.columns = path, columns(losses, metrics)
         self.rows: list[dict[str, str]] = []  # as last written
 
     def write(self, row: Mapping[str, float]) -> None:

@@ -59,3 +59,8 @@ class ScreenTable(Table):
     def show(self) -> None:
         """Print it, without colours where lines cannot be drawn."""
         RichConsole(markup=False, force_terminal=None if can_redraw(sys.stdout) else False).print(self)
+
+
+def figure_text(value: float, labels: int = 1) -> str:
+    """Return a figure as text: "no labels" if there are no ``labels`` or the figure is -1, as files and pycocotools write it."""
+    return f"{value:.3f}" if labels and value != -1 else "no labels"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.listing import files_digest
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, shared_file
 from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
@@ -259,20 +260,29 @@ def _copy(images: StagedImages, world: World) -> None:
 
 
 def training_samples(
-    config: TrainConfig, recipe: Recipe, index: DataIndex, cache: Images, *, img: int, stride: int
+    config: TrainConfig,
+    recipe: Recipe,
+    index: DataIndex,
+    cache: Images,
+    *,
+    img: int,
+    stride: int,
+    labels: Callable[[Any, int], Shapes] | None = None,
 ) -> TrainSamples:
     """Return the augmented images of a run.
 
     Args:
         config: with the micro-batch of the run.
         img: training size in pixels, a multiple of ``stride``.
+        labels: as for ``TrainSamples``.
     Raises:
         ConfigError: albumentations is not usable.
     """
     orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
     if config.rect:
         orders = RectOrders(orders, index, config.micro_batch, stride)
-    return TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs, orders=orders)
+    run = {"img": img, "seed": config.seed, "epochs": config.epochs}
+    return TrainSamples(index, cache, recipe, **run, orders=orders, labels=labels)
 
 
 def write_preview(

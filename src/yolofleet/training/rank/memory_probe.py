@@ -11,15 +11,15 @@ import torch
 
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.geometry.nms import MAX_CANDIDATES
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.families.networks.index_limit import INDEX_LIMIT
-from yolofleet.inference.evaluate.run import EvaluationSettings, predictions, suppressed
+from yolofleet.inference.evaluate.run import EvaluationSettings, predictions
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.table import task_of
 from yolofleet.training.parallel.world import World
 from yolofleet.training.state import TrainState
 from yolofleet.training.step import pass_micro_batches
@@ -92,19 +92,16 @@ class LargestPass:
         labels = self._made_up_labels(images)
         with torch.inference_mode(), devices.untimed_kernels():
             decoded, _, _ = predictions(model, pixels, labels, self.loss, self.precision, device)
-            assert isinstance(decoded, torch.Tensor)
-            classes = -(-MAX_CANDIDATES // decoded.shape[1])
-            decoded[..., 4:] = 0
-            decoded[..., 4 : 5 + classes] = 1  # objectness, and some classes
-            suppressed(decoded, settings, needs_nms=model.needs_nms)
+            task = task_of(model)
+            task.found(task.busiest(decoded), settings.limits(model))
             devices.synchronize(device)
 
     def _made_up_labels(self, images: int) -> Shapes:
         """Return labels of images that have the most, in turn with images whose denoising has the most queries, if it does."""
         busiest = getattr(self.loss, "labels_with_most_queries", lambda most: most)(self.labels)
         counts = np.where(np.arange(images) % 2, self.labels, busiest)
-        # boxes of half an image match many cells
-        return Shapes.of_images([Shapes.of_image(np.zeros(n), np.full((n, 4), 0.5)) for n in counts.tolist()])
+        parts = [task_of(self.state.replicas.lead.model).made_up(n) for n in counts.tolist()]
+        return parts[0].of_images(parts)
 
 
 def most_labels(index: DataIndex, recipe: Recipe) -> int:

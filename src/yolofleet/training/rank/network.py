@@ -34,6 +34,7 @@ from yolofleet.runs.report.console import NullConsole
 from yolofleet.storage.caches import keep_compiled
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.table import task_of
 from yolofleet.training.network import (
     build_network,
     checkpoint_activations,
@@ -330,7 +331,15 @@ def micro_batch_loader(
     config, recipe = prepared.config, network.recipe.value
     return partial(
         train_loader,
-        training_samples(config, recipe, data.train, cache, img=network.img, stride=network.stride),
+        training_samples(
+            config,
+            recipe,
+            data.train,
+            cache,
+            img=network.img,
+            stride=network.stride,
+            labels=task_of(network.model).labels,
+        ),
         match=network.loss.match,
         workers=loader_processes(config.workers, world),
         prefetch=-(-PREFETCH // prepared.splitter.per_pass),

@@ -22,6 +22,7 @@ from yolofleet.runs.checkpoint.store import CheckpointStore
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.tasks.table import task_of
 from yolofleet.training.advice import show_advice
 from yolofleet.training.agreement import have_equal_kernels
 from yolofleet.training.fingerprint import fingerprint
@@ -196,6 +197,7 @@ def built_run(
             status=status,
             header=WeightsHeader.of(network.model, img=network.img),
             is_writer=is_writer,
+            task=task_of(network.model),
         )
         report.files.describe, report.files.problem = beside.write, refusal
         settings = network.evaluation_settings(config, inputs.precision)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from yolofleet.config.checks import FP16_ON_CPU, check_suppression
@@ -22,12 +21,8 @@ from yolofleet.families.networks.combined import inference_network
 from yolofleet.families.networks.detector import square_of
 from yolofleet.families.networks.precision import inference_precision
 from yolofleet.families.recipe_class import load_recipe_class
-from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors, voc_ap
-from yolofleet.inference.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.inference.evaluate.figures import shared_sample, write_figures
 from yolofleet.inference.evaluate.gather import Evaluation
-from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, ScoredBoxes
 from yolofleet.inference.evaluate.run import EvaluationSettings, Network, Validation
 from yolofleet.inference.evaluate.summary import (
     accuracy_text,
@@ -46,7 +41,9 @@ from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import or_note
 from yolofleet.storage.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.training.pages import draw_evaluation, draw_worst
+from yolofleet.tasks.boxes.files import analysed, detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.table import task_of
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import open_console, write_config
@@ -76,6 +73,15 @@ def _validate(config: ValConfig, world: World, folder: RunFolder) -> None:
     check_equal(world, "the data set", files_digest(index))
     opened = _opened(config, world)
     check_suppression(config, needs_nms=opened.model.needs_nms)
+    task_of(opened.model).check(
+        {
+            "--save-json": config.save_json,
+            "--save-txt": config.save_txt,
+            "--error-analysis": config.error_analysis,
+            "--worst": config.worst > 0,
+            "--metric": config.metric != "coco",
+        }
+    )
     config = config.model_copy(update={"img": opened.size.px})
     if opened.model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
@@ -178,50 +184,20 @@ def _opened(config: ValConfig, world: World) -> Opened:
     return Opened(network, network.names, world.device, precision, size, size_hw, place_text(world))
 
 
-def _analysed(
-    config: ValConfig, folder: RunFolder, evaluation: Evaluation, index: DataIndex, console: NullConsole
-) -> dict[str, Any]:
-    """Show what the settings ask for beside the COCO metrics; return it as values for JSON."""
-    found, figures = evaluation.detections, dict[str, Any]()
-    classes = class_numbers(config.classes, index.names) or None
-    labels = labels_of(index, np.arange(len(index)), classes)
-    if config.metric != "coco":
-        per_class = voc_ap(labels, found, index.names, config.metric)
-        mean = sum(per_class.values()) / max(len(per_class), 1)
-        figures[config.metric] = {"mAP": mean, "per_class": per_class}
-        table = [["all", f"{mean:.3f}"]]
-        table += [[name, f"{ap:.3f}"] for name, ap in per_class.items()] if config.verbose else []
-        console.table(f"PASCAL {config.metric.upper()}, IoU 0.5", ["class", "AP"], table)
-    if config.error_analysis or config.worst:
-        analysis = analyse_errors(labels, found, len(index.names))
-    if config.error_analysis:
-        figures["errors"] = {
-            "AP50": analysis.ap50,
-            "gains": dict(analysis.gains),
-            "counts": dict(analysis.counts),
-        }
-        console.table(
-            f"errors: AP50 {analysis.ap50:.3f} with 100 boxes of an image, and what it gains without each kind",
-            ["kind", f"number, score above {CONFUSION_SCORE:g}", "AP50 gained"],
-            [[kind, str(analysis.counts[kind]), f"{analysis.gains[kind]:.3f}"] for kind in KINDS],
-        )
-    if config.worst:
-        errors = analysis.of_image
-        draw_worst(evaluation, index, errors, config.worst, folder.path / "worst")
-        figures["errors_of_image"] = {index.path(image): number for image, number in errors.items()}
-    return figures
-
-
 def _write(
     config: ValConfig,
     folder: RunFolder,
     evaluation: Evaluation,
     index: DataIndex,
-    sample: ScoredBoxes | None,
+    sample: Any,
     console: NullConsole,
     category_ids: Sequence[Id] | None,
 ) -> None:
-    figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
+    figures = evaluation_figures(evaluation)
+    if evaluation.task is BOXES:
+        classes = class_numbers(config.classes, index.names) or None
+        found = evaluation.detections
+        figures |= analysed(config, folder.path, found, index, classes, console)
     write_json(folder.results_json, figures)
     emit_json(figures, config.json_out)
     per_class = evaluation.metrics.per_class
@@ -237,7 +213,7 @@ def _write(
         for image, text in texts.items():
             write_text(folder.path / "labels" / f"{names[image]}.txt", text)
     if config.plots:
-        draw_evaluation(evaluation, index, folder.plots, console.note)
+        evaluation.task.plots(evaluation.metrics, evaluation.detections, index, folder.plots, console.note)
         splits: dict[str, DataIndex] = {config.split: index}
         or_note(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
         or_note(console.note, folder.report, write_report, folder)

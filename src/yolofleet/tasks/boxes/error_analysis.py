@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.inference.evaluate.matching import (
+from yolofleet.tasks.boxes.matching import (
     CONFUSION_SCORE,
     MOST_DETECTIONS,
     Labels,
     ScoredBoxes,
     overlapping_pairs,
-    rows,
 )
 
 FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
@@ -62,7 +61,7 @@ def analyse_errors(
     by default that of the confusion matrix: most detections below it are noise, which AP50 hardly notices.
     """
     whole = _analysed(labels, detections, classes)
-    counted = _analysed(labels, rows(detections, detections.score > counted_above), classes)
+    counted = _analysed(labels, detections.rows(detections.score > counted_above), classes)
     return replace(whole, counts=counted.counts, of_image=counted.of_image)
 
 
@@ -75,12 +74,12 @@ def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAna
     detection matches it and no classification or localisation error belongs to it. A detection that matches no label, but
     lies on a crowd region of its class, does not count.
     """
-    crowd = rows(labels, labels.crowd)
-    labels = rows(labels, ~labels.crowd)
-    labels = rows(labels, np.argsort(labels.image, kind="stable"))
-    detections = rows(detections, np.lexsort((-detections.score, detections.image)))
+    crowd = labels.rows(labels.crowd)
+    labels = labels.rows(~labels.crowd)
+    labels = labels.rows(np.argsort(labels.image, kind="stable"))
+    detections = detections.rows(np.lexsort((-detections.score, detections.image)))
     starts = np.searchsorted(detections.image, detections.image, side="left")
-    detections = rows(detections, np.arange(len(starts)) - starts < MOST_DETECTIONS)
+    detections = detections.rows(np.arange(len(starts)) - starts < MOST_DETECTIONS)
 
     kind = np.full(len(detections.score), BACKGROUND)
     counts = np.ones(len(kind), bool)
@@ -202,8 +201,8 @@ def voc_ap(labels: Labels, detections: ScoredBoxes, names: Sequence[str], metric
     Args:
         metric: voc07: mean of the precision at 11 recalls; voc12: area under the precision-recall curve.
     """
-    labels = rows(labels, np.lexsort((labels.class_idx, labels.image)))
-    detections = rows(detections, np.lexsort((detections.image, -detections.score)))
+    labels = labels.rows(np.lexsort((labels.class_idx, labels.image)))
+    detections = detections.rows(np.lexsort((detections.image, -detections.score)))
     ordinary = Labels(
         labels.image, labels.class_idx, labels.boxes_xywh_px, labels.area_px, np.zeros_like(labels.crowd)
     )

@@ -14,12 +14,15 @@ ranges. Bit ``t * A + a`` of a 40-bit word stands for threshold t and area range
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.table import Table
 
 # linspace, because arange(.5, 1, .05) differs in the last bits, which changes matches
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -42,7 +45,7 @@ _PAIRS_AT_ONCE = 1 << 19  # about 60 MB of temporaries
 
 
 @dataclass(frozen=True)
-class Labels:
+class Labels(Table):
     """True boxes of some images, in file order within an image.
 
     Attributes:
@@ -61,7 +64,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class ScoredBoxes:
+class ScoredBoxes(Table):
     """Detections of some images; of equal scores in an image and class, the first row comes first.
 
     Attributes:
@@ -77,18 +80,24 @@ class ScoredBoxes:
     score: NDArray[np.float64]
 
 
-Table = TypeVar("Table", Labels, ScoredBoxes)
-
-
-def rows(table: Table, index: NDArray[Any]) -> Table:
-    """Return the rows of ``table`` selected by ``index`` (numbers or flags), in its order."""
-    return type(table)(*(getattr(table, field.name)[index] for field in fields(table)))
-
-
-def joined(tables: Sequence[Table]) -> Table:
-    """Concatenate at least one table."""
-    names = [field.name for field in fields(tables[0])]
-    return type(tables[0])(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
+def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
+    """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
+    first, last = index.offsets[positions], index.offsets[positions + 1]
+    picked = np.concatenate(
+        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
+    )
+    image = np.repeat(positions, last - first)
+    unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
+    size = np.asarray(index.sizes_wh, np.float64)[image]
+    wh = unit[:, 2:] * size
+    labels = Labels(
+        image=image,
+        class_idx=np.asarray(index.classes[picked], np.int64),
+        boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
+        area_px=np.asarray(index.area_px[picked], np.float64),
+        crowd=np.asarray(index.crowd[picked], bool),
+    )
+    return labels if classes is None else labels.rows(np.isin(labels.class_idx, classes))
 
 
 @dataclass(frozen=True)
@@ -135,11 +144,11 @@ def match_detections(
         classes: C; ``class_idx`` is smaller.
         images_seen: number of images of the two tables, including those without rows.
     """
-    labels = rows(labels, np.lexsort((labels.class_idx, labels.image)))  # stable: file order stays
+    labels = labels.rows(np.lexsort((labels.class_idx, labels.image)))  # stable: file order stays
     by_score = np.lexsort((-detections.score, detections.class_idx, detections.image))
     rank = _rank_in_runs(detections.image[by_score], detections.class_idx[by_score])
     best = rank < MOST_DETECTIONS
-    detections, rank = rows(detections, by_score[best]), rank[best]
+    detections, rank = detections.rows(by_score[best]), rank[best]
 
     label_elsewhere = _outside(labels.area_px) | labels.crowd[:, None]  # [M, A]
     label_ignored = _words(label_elsewhere)
@@ -292,8 +301,8 @@ def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> N
     Returns:
         int64 [C + 1, C + 1], rows predicted, columns true; the last of each is background.
     """
-    labels = rows(labels, np.argsort(labels.image, kind="stable"))
-    detections = rows(detections, detections.score > CONFUSION_SCORE)
+    labels = labels.rows(np.argsort(labels.image, kind="stable"))
+    detections = detections.rows(detections.score > CONFUSION_SCORE)
     d, m, iou = overlapping_pairs(
         replace(labels, class_idx=np.zeros_like(labels.class_idx)),
         replace(detections, class_idx=np.zeros_like(detections.class_idx)),

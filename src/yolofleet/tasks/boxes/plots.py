@@ -1,4 +1,4 @@
-"""Plots of a validation as PNG files: precision, recall and F1 of each class, and the confusion matrix.
+"""Pictures of a validation: precision, recall and F1 of each class, the confusion matrix, and images with boxes.
 
 C classes, K classes with labels, X points of a curve.
 """
@@ -6,14 +6,23 @@ C classes, K classes with labels, X points of a curve.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.inference.evaluate.coco import PrecisionRecall
-from yolofleet.runs.report.plots import BLUE, GREY, MANY, drawing, hex_colour
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.images.decode import read_image
+from yolofleet.runs.report.draw import Picture, draw_boxes
+from yolofleet.runs.report.plots import BLUE, GREY, MANY, drawing, hex_colour, or_note, plot_pictures
+from yolofleet.storage.atomic import write_bytes
+from yolofleet.tasks.boxes.coco import CocoMetrics, PrecisionRecall
+from yolofleet.tasks.boxes.matching import ScoredBoxes, labels_of
+
+SHOWN = 16  # images in a grid
+SHOWN_SCORE = 0.25  # detections drawn
 
 
 def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> None:
@@ -119,3 +128,54 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Pat
                     fontsize=7,
                     color="white" if value > 0.5 else "#111827",
                 )
+
+
+def draw_validation(
+    metrics: CocoMetrics, found: ScoredBoxes, index: DataIndex, folder: Path, note: Callable[[str], None]
+) -> None:
+    """Draw curves, the confusion matrix, and some images with labels and with detections."""
+    curves = f"the curves of the validation in {folder}"
+    or_note(note, curves, plot_curves, metrics.curves, index.names, folder)
+    matrix = folder / "confusion_matrix.png"
+    or_note(note, matrix, plot_confusion, metrics.confusion, index.names, matrix)
+    or_note(note, f"the examples of the validation in {folder}", _draw_examples, found, index, folder)
+
+
+def draw_worst(
+    found: ScoredBoxes, index: DataIndex, errors: Mapping[int, int], most: int, folder: Path
+) -> None:
+    """Write the images with the most errors, with labels at the left and detections at the right.
+
+    Args:
+        errors: number of errors of each image; equal numbers are in the order of the images.
+        most: number of images.
+    """
+    worst = sorted(errors, key=lambda image: (-errors[image], image))[:most]
+    for place, image in enumerate(worst, 1):
+        path = Path(index.path(image))
+        pixels, labels = read_image(path), labels_of(index, np.array([image]))
+        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        boxes = _corners(found.boxes_xywh_px[rows])
+        truth = draw_boxes(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, index.names)
+        detected = draw_boxes(pixels, boxes, found.class_idx[rows], index.names, found.score[rows])
+        name = f"{place:0{len(str(len(worst)))}}_{path.stem[:100]}.jpg"
+        _, encoded = cv2.imencode(".jpg", np.hstack([truth, detected]))
+        write_bytes(folder / name, encoded.tobytes())
+
+
+def _draw_examples(found: ScoredBoxes, index: DataIndex, folder: Path) -> None:
+    truths, detections = [], []
+    for image in np.unique(found.image)[:SHOWN].tolist():
+        pixels, title = read_image(index.path(image)), Path(index.path(image)).name
+        labels = labels_of(index, np.array([image]))
+        truths.append(Picture(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, None, title))
+        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        boxes = _corners(found.boxes_xywh_px[rows])
+        detections.append(Picture(pixels, boxes, found.class_idx[rows], found.score[rows], title))
+    plot_pictures(truths, index.names, folder / "val_labels.jpg", most=SHOWN)
+    plot_pictures(detections, index.names, folder / "val_predictions.jpg", most=SHOWN)
+
+
+def _corners(boxes_xywh: np.ndarray) -> np.ndarray:
+    """Return boxes [M, 4] as x1, y1, x2, y2 from x, y, w, h."""
+    return np.concatenate([boxes_xywh[:, :2], boxes_xywh[:, :2] + boxes_xywh[:, 2:]], axis=1)

@@ -11,13 +11,15 @@ X = 1000 points of a curve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.inference.evaluate.matching import AREA_RANGES_PX, A, MatchRecords, T, unpacked
+from yolofleet.runs.report.results import MAP, MAP50
+from yolofleet.tasks.boxes.matching import AREA_RANGES_PX, A, MatchRecords, T, unpacked
+from yolofleet.tasks.task import Metrics
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 MOST_DETECTIONS = (1, 10, 100)  # per image and class
@@ -25,14 +27,14 @@ POINTS = 1000
 SMOOTHING = 0.1  # width of the box filter over the mean F1, as a fraction of the curve
 
 FIGURES = (
-    "mAP50-95", "mAP50", "mAP75", "mAP-small", "mAP-medium", "mAP-large",
+    MAP, MAP50, "mAP75", "mAP-small", "mAP-medium", "mAP-large",
     "AR1", "AR10", "AR100", "AR-small", "AR-medium", "AR-large",
 )  # fmt: skip
 """Names of the twelve figures, in pycocotools' order."""
 
 
 @dataclass(frozen=True)
-class CocoMetrics:
+class CocoMetrics(Metrics):
     """Figures of one evaluation; -1 means that there are no objects, as in pycocotools.
 
     Attributes:
@@ -40,21 +42,11 @@ class CocoMetrics:
             the best mean F1; 0 without labels).
         per_class: AP, AP50, AP-small, AP-medium, AP-large, P, R, images and labels (without crowds) by class name.
         curves: precision and recall over confidence, for plots.
+        confusion: int64 [C + 1, C + 1], rows predicted, columns true, the last is background; empty if it was not counted.
     """
 
-    figures: Mapping[str, float]
-    per_class: Mapping[str, Mapping[str, float]]
     curves: PrecisionRecall
-
-    @property
-    def map50_95(self) -> float:
-        """mAP at IoU 0.5 to 0.95; 0 if there are no objects."""
-        return max(self.figures["mAP50-95"], 0.0)
-
-    @property
-    def map50(self) -> float:
-        """mAP at IoU 0.5; 0 if there are no objects."""
-        return max(self.figures["mAP50"], 0.0)
+    confusion: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
 
 def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
