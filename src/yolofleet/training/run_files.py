@@ -44,7 +44,7 @@ class RunFiles:
     world: World
     clock: Clock
     callbacks: Callbacks | None
-    columns: Iterable[str] = BOX_COLUMNS
+    columns: Iterable[str] = tuple(BOX_COLUMNS)
     describe: Callable[[], None] = lambda: None
     problem: str = ""
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried

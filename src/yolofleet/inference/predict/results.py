@@ -56,7 +56,7 @@ class Prediction:
     @property
     def boxes_xyxy_px(self) -> np.ndarray:
         """float32 [n, 4] left, top, right, bottom. Raise ConfigError if the network finds no boxes."""
-        self.task.check({"boxes": self.task is not BOXES})
+        self.task.check({"boxes_xyxy_px": True})
         boxes: np.ndarray = self.found.boxes_xyxy_px
         return boxes
 
