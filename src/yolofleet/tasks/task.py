@@ -6,7 +6,7 @@ N images, n found objects of one image. A task for a family of one's own: tests/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +32,15 @@ def sampled(images: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Found(Table):
-    """What was found in one image, highest score first; a task adds the shapes.
+    """What was found in an image, highest score first, or in several; a task adds the shapes.
 
     Attributes:
+        image: int64 [n] position of the image in the index; 0 for one image.
         classes: int64 [n].
         scores: float32 [n], 0..1.
     """
 
+    image: np.ndarray
     classes: np.ndarray
     scores: np.ndarray
 
@@ -103,7 +105,7 @@ class Task:
         name: in networks, weights, exported files and messages.
         decoded: the named tuple of decoded predictions, tensors whose first dimension is N. Its fields are the outputs of an
             exported file.
-        results: the table of what was found in several images, with the columns ``image`` (position in the index) and ``score``.
+        nothing: the empty table of what was found in several images, which has ``image`` and ``scores``.
         columns: the figure of each column of results.csv.
         of_class: figures on the screen, and the names of the same figures of one class.
         fitness_of: the weight of figures in the number that chooses the best weights.
@@ -111,7 +113,7 @@ class Task:
 
     name: str
     decoded: Any
-    results: Any
+    nothing: Any
     columns: Mapping[str, str]
     of_class: Mapping[str, str]
     fitness_of: Mapping[str, float]
@@ -145,13 +147,21 @@ class Task:
     def collected(
         self, images: Sequence[int], found: Sequence[Any], backs: Sequence[Letterbox], one_class: bool
     ) -> Any:
-        """Return what was found in some images as a table of ``results``, in pixels of the images as they were read.
+        """Return what was found in some images as one table, in pixels of the images as they were read.
 
         Args:
             images: positions in the index.
             one_class: every class counts as class 0.
         """
-        raise NotImplementedError
+        parts = [
+            replace(
+                one.native(back),
+                image=np.full(len(one), image),
+                classes=one.classes * (not one_class),
+            )
+            for image, one, back in zip(images, found, backs, strict=True)
+        ]
+        return self.nothing.joined([self.nothing, *parts])
 
     def judged(
         self, index: DataIndex, images: np.ndarray, results: Any, classes: Sequence[int] | None

@@ -130,9 +130,8 @@ def letterboxed_labels(
 ) -> Shapes:
     """Return the labels of a batch as fractions of the padded images; no crowds."""
     sizes_wh = np.asarray(index.sizes_wh, np.float64)
-    return Shapes.of_images(
-        [
-            task.labels(index, image).letterboxed(sizes_wh[image], back)
-            for image, back in zip(batch.image_idx, letterboxes, strict=True)
-        ]
-    )
+    parts = [
+        task.labels(index, image).letterboxed(sizes_wh[image], back)
+        for image, back in zip(batch.image_idx, letterboxes, strict=True)
+    ]
+    return parts[0].of_images(parts)

@@ -35,7 +35,7 @@ def shared_sample(evaluation: Evaluation, ranks: Ranks | None) -> Any:
     """
     found = evaluation.detections
     found = found.rows(np.isin(found.image, sampled(evaluation.images)))
-    found = found.rows(np.lexsort((-found.score, found.image)))
+    found = found.rows(np.lexsort((-found.scores, found.image)))
     first = np.searchsorted(found.image, found.image)
     found = found.rows(np.arange(len(first)) - first < MOST_OF_IMAGE)
     if ranks is None:

@@ -31,7 +31,7 @@ class Evaluation:
     Attributes:
         metrics: the ``Metrics`` of the task.
         losses: mean validation loss by kind (box, obj, cls); None if no loss was given.
-        detections: this rank's, or all ranks' if gathered: a table of ``task.results``.
+        detections: this rank's, or all ranks' if gathered: a table such as ``task.nothing``.
         images: of the whole split.
         candidates_cut: predictions left out because an image had too many for suppression.
         seconds: by part, of the slowest rank in it: load (waiting for images), forward (copy, network, decoding,
@@ -69,7 +69,7 @@ class Shard:
     """Collects the results of one rank's batches."""
 
     def __init__(self, task: Task) -> None:
-        self.found = [task.collected((), (), (), False)]
+        self.found = [task.nothing]
         self.candidates_cut = 0
         self._ordinals: list[int] = []
         self._sums: list[NDArray[np.float64]] = []
@@ -117,7 +117,9 @@ def merged(
     images = int(sum(shard["images"][0] for shard in shards))
     assert images == len(index), f"{images} of {len(index)} images were evaluated"
     if own is None:
-        own = by_image(task.results.joined([task.results(**_under("found/", shard)) for shard in shards]))
+        own = by_image(
+            task.nothing.joined([type(task.nothing)(**_under("found/", shard)) for shard in shards])
+        )
     return Evaluation(
         task=task,
         metrics=task.metrics([_under("judged/", shard) for shard in shards], index.names),

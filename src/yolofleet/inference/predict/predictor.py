@@ -226,7 +226,9 @@ class Predictor:
             fuse=self.config.merge == "wbf",
         )
         seconds = {name: sum(part.seconds[name] for part in found) for name in found[0].seconds}
-        return Prediction(frame, FoundBoxes(classes, scores, boxes), self.names, seconds, self.task)
+        return Prediction(
+            frame, FoundBoxes(np.zeros_like(classes), classes, scores, boxes), self.names, seconds, self.task
+        )
 
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
         """Return the image as the network's input uint8 [h, w, 3], and the transform back."""

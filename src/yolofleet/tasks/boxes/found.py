@@ -24,7 +24,8 @@ class FoundBoxes(Found):
     @classmethod
     def of_rows(cls, rows: np.ndarray) -> FoundBoxes:
         """Return the boxes of rows [n, 6] x1, y1, x2, y2, score, class, as suppression gives them."""
-        return cls(rows[:, 5].astype(np.int64), rows[:, 4], rows[:, :4])
+        classes = rows[:, 5].astype(np.int64)
+        return cls(np.zeros_like(classes), classes, rows[:, 4], rows[:, :4])
 
     @classmethod
     def of_padded(cls, rows: Tensor) -> list[FoundBoxes]:

@@ -79,6 +79,11 @@ class ScoredBoxes(Table):
     boxes_xywh_px: NDArray[np.float64]
     score: NDArray[np.float64]
 
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """[D], as tables of other tasks have them."""
+        return self.score
+
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
     """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""

@@ -33,11 +33,15 @@ from yolofleet.tasks.boxes.matching import (
 from yolofleet.tasks.task import Arrays, Difference, Limits, Task
 
 
+_NONE = np.zeros(0, np.int64)
+
+
 class Boxes(Task):
     """Boxes of objects, judged by the rules of COCO."""
 
     name = "boxes"
-    decoded, results = Decoded, ScoredBoxes
+    decoded = Decoded
+    nothing = ScoredBoxes(_NONE, _NONE, np.zeros((0, 4)), np.zeros(0))
     columns = MappingProxyType(BOX_COLUMNS)
     of_class = MappingProxyType({"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"})
     fitness_of = MappingProxyType({MAP50: 0.1, MAP: 0.9})  # as in YOLOv5
@@ -57,15 +61,18 @@ class Boxes(Task):
     def collected(
         self, images: Sequence[int], found: Sequence[FoundBoxes], backs: Sequence[Letterbox], one_class: bool
     ) -> ScoredBoxes:
-        wide = [replace(one, boxes_xyxy_px=one.boxes_xyxy_px.astype(np.float64)) for one in found]
-        every = FoundBoxes.joined([NONE, *(one.native(back) for one, back in zip(wide, backs, strict=True))])
-        low, high = np.split(every.boxes_xyxy_px, 2, axis=1)
-        return ScoredBoxes(
-            image=np.repeat(np.array(images, np.int64), [len(one) for one in found]),
-            class_idx=np.zeros_like(every.classes) if one_class else every.classes,
-            boxes_xywh_px=np.concatenate([low, high - low], axis=1),
-            score=every.scores.astype(np.float64),
-        )
+        parts = [self.nothing]
+        for image, one, back in zip(images, found, backs, strict=True):
+            low, high = np.split(back.to_native(one.boxes_xyxy_px.astype(np.float64)), 2, axis=1)
+            parts.append(
+                ScoredBoxes(
+                    image=np.full(len(one), image),
+                    class_idx=one.classes * (not one_class),
+                    boxes_xywh_px=np.concatenate([low, high - low], axis=1),
+                    score=one.scores.astype(np.float64),
+                )
+            )
+        return ScoredBoxes.joined(parts)
 
     def judged(
         self, index: DataIndex, images: np.ndarray, results: ScoredBoxes, classes: Sequence[int] | None
@@ -141,4 +148,3 @@ class Boxes(Task):
 
 
 BOXES = Boxes()
-NONE = FoundBoxes(np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros((0, 4)))

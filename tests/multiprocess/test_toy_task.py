@@ -1,0 +1,111 @@
+"""A task of a user, tests/toy_task: circles instead of boxes, from labels to an exported file. It needs no change elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
+
+TOY = Path(__file__).resolve().parents[1] / "toy_task" / "circles.py"
+CODE = ["--recipe-class", "circles.py:Circular"]
+SMALL = ["--img", "64", "--batch", "6", "--nominal-batch", "6", "--micro-batch", "2", "--workers", "0"]
+RUN = ["train", "--data", "small shapes/data.yaml", "--model", "circles-n", *CODE, *SMALL, "--threads", "1"]
+RUN += ["--epochs", "2", "--reduce", "exact", "--save-steps", "1", "--keep-last", "9"]
+DATA = ["--data", "small shapes/data.yaml", "--img", "64", "--workers", "0", "--no-plots"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("toy task")
+    shutil.copy(TOY, made)
+    small_shapes(made, images=12, val_images=4)
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Path:
+    with working_in(folder):
+        done = called(*RUN, "--device", "cpu", "--name", "one")
+    assert done.code == 0, done.err
+    return folder / "runs" / "train" / "one"
+
+
+def test_it_is_one_file_of_at_most_200_lines() -> None:
+    (file,) = TOY.parent.glob("*.py")
+    assert len(file.read_text().splitlines()) <= 200
+
+
+def test_its_metric_chooses_the_best_weights_and_has_a_column(one: Path) -> None:
+    header, *rows = [line.split(",") for line in (one / "results.csv").read_text().splitlines()]
+    overlaps = [float(row[header.index("metrics/overlap")]) for row in rows]
+    figures, best = results(one)["metrics"], results(one)["best"]
+    assert figures["overlap"] == pytest.approx(overlaps[-1], abs=1e-5) and 0 < overlaps[-1] < 1
+    assert best["epoch"] == 1 + int(np.argmax(overlaps)) and best["fitness"] == pytest.approx(
+        max(overlaps), abs=1e-5
+    )
+    assert (one / "report.html").is_file() and not any("mAP" in name for name in header)
+
+
+def test_it_validates_and_predicts_circles(folder: Path, one: Path) -> None:
+    weights = str(one / "weights" / "last.safetensors")
+    picture = next((folder / "small shapes" / "images" / "val").iterdir())
+    with working_in(folder):
+        val = called("val", "--weights", weights, *DATA, *CODE, "--json", "-")
+        assert val.code == 0, val.err
+        assert json.loads(val.out)["metrics"] == pytest.approx(results(one)["metrics"], abs=1e-6)
+        for option in ("--save-txt", "--error-analysis"):
+            refused = called("val", "--weights", weights, *DATA, *CODE, option)
+            assert refused.code == 2 and f"{option}: it is for boxes" in refused.err, refused.err
+        predict = ["predict", "--weights", weights, "--source", picture, "--conf", "0", "--img", "64", *CODE]
+        found = called(*predict, "--json", "-")
+        assert found.code == 0, found.err
+        (image,) = json.loads(found.out)
+        assert len(image["detections"]) == 8 and all(
+            len(one["circle_px"]) == 3 for one in image["detections"]
+        )
+        unknown = called("val", "--weights", weights, *DATA)
+        assert unknown.code == 3 and "--recipe-class" in unknown.err
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx"])
+def test_an_exported_file_has_its_outputs_by_name(folder: Path, one: Path, format: str) -> None:
+    weights = one / "weights" / "last.safetensors"
+    made = weights.with_suffix(f".{format}")
+    with working_in(folder):
+        if format == "onnx":
+            onnx = pytest.importorskip("onnx")
+            pytest.importorskip("onnxruntime")
+        done = called("export", "--weights", weights, "--format", format, "--img", "64", *CODE)
+        assert done.code == 0 and "exported and verified" in done.out and "circles within" in done.out, (
+            done.err
+        )
+        val = called("val", "--weights", made, *DATA, *CODE, "--json", "-")
+        assert val.code == 0, val.err
+        assert json.loads(val.out)["metrics"] == pytest.approx(results(one)["metrics"], abs=1e-4)
+        lacking = called("val", "--weights", made, *DATA)
+        assert lacking.code == 2 and "finds 'circles'" in lacking.err, lacking.err
+    if format == "onnx":
+        assert [output.name for output in onnx.load(made).graph.output] == ["circles", "scores"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_every_number_of_processes_and_a_resume_give_the_same_weights_and_figures(
+    folder: Path, one: Path
+) -> None:
+    for ranks in (2, 3):
+        in_ranks(folder, ranks, *RUN, "--name", f"ranks {ranks}")
+        run = folder / "runs" / "train" / f"ranks {ranks}"
+        assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
+        assert results(run)["metrics"] == results(one)["metrics"]
+    run = folder / "runs" / "train" / "killed"
+    killed_at_step(folder, 2, run, *RUN, "--name", "killed", ranks=2)
+    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
+        state.unlink()
+    (run / "results.json").unlink(missing_ok=True)
+    in_ranks(folder, 1, "train", "--resume", run, *CODE)
+    assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
