@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from yolofleet.config.schema import ValConfig
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
-from yolofleet.data.geometry.nms import detections
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.detector import Detector, fuse
@@ -43,8 +43,11 @@ from yolofleet.inference.export.export_metadata import ExportMetadata
 from yolofleet.inference.export.exporter import export
 from yolofleet.inference.export.formats import FORMATS, missing
 from yolofleet.inference.export.runtime import Runtime, open_exported
-from yolofleet.inference.export.verify import decoded_difference, partners_difference
 from yolofleet.runs.report.screen_table import aligned
+from yolofleet.tasks.boxes.differences import partners_difference
+from yolofleet.tasks.boxes.found import FoundBoxes
+from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.task import Limits
 
 LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3
 LIMIT_MAP_INT8 = 0.02
@@ -148,19 +151,20 @@ def compare(
             with torch.inference_mode():
                 ours = network.decode(network(given))
             theirs = runtime(given)
-            box_px, score, _ = decoded_difference(ours, theirs, (given.shape[2], given.shape[3]))
-            row.box_px, row.score = max(row.box_px, box_px), max(row.score, score)
+            size_hw = given.shape[2], given.shape[3]
+            off = BOXES.difference(ours, theirs, size_hw, in_order=network.needs_nms)
+            row.box_px, row.score = max(row.box_px, off.place), max(row.score, off.score)
             if not trained:
                 continue
             mine, found = (kept(decoded) for decoded in (ours, theirs))
             row.boxes += len(mine)
-            box_px, score = partners_difference(mine, found, above=0.25 + LIMIT_SCORE)
-            row.kept_px, row.kept_score = max(row.kept_px, box_px), max(row.kept_score, score)
+            off = partners_difference(mine, found, above=0.25 + LIMIT_SCORE)
+            row.kept_px, row.kept_score = max(row.kept_px, off.place), max(row.kept_score, off.score)
 
 
-def kept(decoded: Tensor) -> Tensor:
-    """[1, K, 5 + C] -> [n, 6] after suppression."""
-    return detections(decoded, conf=0.25, iou=0.45, max_det=1000, multi_label=False)[0][0]
+def kept(decoded: Decoded) -> FoundBoxes:
+    """Return the boxes of one image after suppression."""
+    return BOXES.found(decoded, Limits(conf=0.25, iou=0.45, max_det=1000))[0][0]
 
 
 def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | None) -> float:

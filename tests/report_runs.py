@@ -13,16 +13,15 @@ from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
-from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.tasks.boxes.coco import summarize
 from yolofleet.inference.evaluate.figures import shared_sample, write_figures
 from yolofleet.inference.evaluate.gather import Evaluation
-from yolofleet.tasks.boxes.matching import ScoredBoxes, confusion_matrix, match_detections
 from yolofleet.inference.evaluate.run import PARTS
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable
 from yolofleet.storage.atomic import write_bytes, write_json, write_text
+from yolofleet.tasks.boxes.matching import ScoredBoxes, labels_of
+from yolofleet.tasks.boxes.task import BOXES
 
 __all__ = ["evaluated", "made_run", "picture", "split_of"]
 
@@ -56,10 +55,10 @@ def evaluated(index: DataIndex, seed: int = 0, noise: float = 0.15) -> Evaluatio
     wrong = rng.random(len(chosen)) < 0.2
     classes = np.where(wrong, rng.integers(0, len(index.names), len(chosen)), labels.class_idx[chosen])
     found = ScoredBoxes(labels.image[chosen], classes, boxes, rng.random(len(chosen)))
-    records = match_detections(labels, found, classes=len(index.names), images_seen=len(index))
+    judged = BOXES.judged(index, np.arange(len(index)), found, None)
     return Evaluation(
-        metrics=summarize(records, index.names),
-        confusion=confusion_matrix(labels, found, len(index.names)),
+        task=BOXES,
+        metrics=BOXES.metrics([judged], index.names),
         losses={"box": 0.1, "obj": 0.2, "cls": 0.3},
         detections=found,
         images=len(index),

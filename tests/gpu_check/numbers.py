@@ -122,6 +122,7 @@ def passes(machine: Machine) -> Found:
 def suppression(machine: Machine) -> Found:
     import torch
 
+    from yolofleet.data.geometry.boxes import Decoded
     from yolofleet.data.geometry.nms import detections
     from yolofleet.support.devices import device_of
 
@@ -131,7 +132,7 @@ def suppression(machine: Machine) -> Found:
     boxes[..., 2:4] = 8 + 100 * boxes[..., 2:4]
     for multi_label in (True, False):
         on_cpu, on_device = (
-            detections(boxes.to(device), conf=0.3, iou=0.6, max_det=300, multi_label=multi_label)[0]
+            detections(Decoded(boxes.to(device)), conf=0.3, iou=0.6, max_det=300, multi_label=multi_label)[0]
             for device in (torch.device("cpu"), device_of(machine.one, 0))
         )
         for image, (expected, found) in enumerate(zip(on_cpu, on_device, strict=True)):

@@ -61,7 +61,18 @@ def test_it_validates_and_predicts_circles(folder: Path, one: Path) -> None:
         for option in ("--save-txt", "--error-analysis"):
             refused = called("val", "--weights", weights, *DATA, *CODE, option)
             assert refused.code == 2 and f"{option}: it is for boxes" in refused.err, refused.err
-        predict = ["predict", "--weights", weights, "--source", picture, "--conf", "0", "--img", "64", *CODE]
+        predict: list[str | Path] = [
+            "predict",
+            "--weights",
+            weights,
+            "--source",
+            picture,
+            "--conf",
+            "0",
+            "--img",
+            "64",
+            *CODE,
+        ]
         found = called(*predict, "--json", "-")
         assert found.code == 0, found.err
         (image,) = json.loads(found.out)

@@ -81,7 +81,7 @@ def outputs_of(name, program, seed):
             module.eps = EPS[program]
     with torch.no_grad():
         raws = model(formula_picture(seed))
-        decoded = model.decode(raws)[0].split([raw[0, ..., 0].numel() for raw in raws])
+        decoded = model.decode(raws).rows[0].split([raw[0, ..., 0].numel() for raw in raws])
     found = {}
     for j, (raw, rows) in enumerate(
         zip(raws[::-1], decoded[::-1], strict=True)

@@ -13,9 +13,9 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.reader import read_weights
 from yolofleet.families.weights.transfer import model_from_weights
-from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.tasks.boxes.coco import FIGURES
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.tasks.boxes.coco import FIGURES
+from yolofleet.tasks.boxes.matching import labels_of
 from yolofleet.training.parallel.world import World
 
 # pycocotools on the detections of the original's val.py (640, batch 8, conf 0.001, iou 0.6, 300 boxes).

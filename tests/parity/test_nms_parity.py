@@ -8,6 +8,7 @@ import torch
 from conditioning import compare, paired, perturbed
 from reference import parity
 
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.nms import detections
 
 CASES = json.loads(parity("nms/cases.json").read_text())
@@ -18,7 +19,7 @@ FACTORS = (1 + 5e-5, 1 - 5e-5, 1)
 
 def detected(options, predictions, factor=1.0):
     found, capped = detections(
-        torch.from_numpy(predictions),
+        Decoded(torch.from_numpy(predictions)),
         conf=options["conf_thres"],
         iou=options["iou_thres"] * factor,
         max_det=options.get("max_det", 300),

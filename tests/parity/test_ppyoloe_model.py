@@ -11,7 +11,7 @@ from conditioning import compare, paired, perturbed
 from reference import parity
 from torch import nn
 
-from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.data.geometry.boxes import Decoded, cxcywh_from_xyxy, xyxy_from_cxcywh
 from yolofleet.data.geometry.nms import detections
 from yolofleet.families.networks.blocks import RepVgg
 from yolofleet.families.networks.detector import fuse
@@ -144,7 +144,7 @@ def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
     with torch.no_grad():
         fine, _, coarse = model.backbone(images)
         neck = model.neck(model.backbone(images))
-        decoded = model.decode(model(images))
+        decoded = model.decode(model(images)).rows
     maps = {"backbone_s8": fine, "backbone_s32": coarse, "neck_s8": neck[2], "neck_s32": neck[0]}
     for name, found in maps.items():  # channels 0, 2, 4, 6 of the first image
         compare(found[0, :8:2], expected[name], atol=2e-4 * np.abs(expected[name]).max())
@@ -201,7 +201,7 @@ def test_suppression_is_theirs(case):
     with np.load(parity("ppyoloe_model/nms.npz")) as file:
         boxes, scores = (torch.from_numpy(perturbed(file[name])) for name in ("bboxes", "scores"))
         expected, counts = file[f"{case}.out_cls_score_xyxy"], file[f"{case}.num"]
-    decoded = torch.cat([cxcywh_from_xyxy(boxes), torch.ones(*boxes.shape[:2], 1), scores.transpose(1, 2)], 2)
+    decoded = Decoded.of(cxcywh_from_xyxy(boxes), scores.transpose(1, 2))
     found, _ = detections(
         decoded,
         conf=options["score_threshold"],

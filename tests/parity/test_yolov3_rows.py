@@ -72,7 +72,7 @@ def test_outputs_are_the_originals(name, outputs):
         for layout in (torch.contiguous_format, torch.channels_last):
             model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks memory_format
             raws = model(images.to(memory_format=layout))
-            decoded = model.decode(raws)
+            decoded = model.decode(raws).rows
             for level, raw in enumerate(raws):
                 expected = outputs[f"{name}.raw{level}.every7"]
                 compare(raw.reshape(-1)[::7], expected, atol=5e-4)
@@ -80,7 +80,7 @@ def test_outputs_are_the_originals(name, outputs):
             compare(rows[..., :4], expected[..., :4], atol=0.05)  # pixels
             compare(rows[..., 4:], expected[..., 4:], atol=1e-4)  # probabilities
         fused = fuse(model)
-        folded = fused.decode(fused(images))
+        folded = fused.decode(fused(images)).rows
     assert sum(p.numel() for p in fused.parameters()) == facts["params_fused"]
     change = folded - decoded
     compare(change[..., :4], torch.zeros_like(change[..., :4]), atol=0.05)

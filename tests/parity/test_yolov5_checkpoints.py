@@ -26,7 +26,7 @@ ATOL_PX, RMS_PX = 2.0, 0.02
 @torch.no_grad()
 def decoded_by(weights, images_u8):
     model = perturbed(model_from_weights(weights))
-    return model.decode(model(perturbed(torch.from_numpy(images_u8).float() / 255))).numpy()
+    return model.decode(model(perturbed(torch.from_numpy(images_u8).float() / 255))).rows.numpy()
 
 
 def test_a_training_checkpoint_gives_its_moving_average():

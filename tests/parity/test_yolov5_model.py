@@ -92,7 +92,7 @@ def test_outputs_are_the_originals(name, outputs):
         with torch.no_grad():
             model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks memory_format
             raws = model(images.to(memory_format=layout))
-            decoded = model.decode(raws)
+            decoded = model.decode(raws).rows
         for level, raw in enumerate(raws):
             expected = outputs[f"{name}.raw{level}.every7"]
             compare(raw.reshape(-1)[::7], expected, atol=2e-3, rms=3e-4)  # perturbations move 3e-4
@@ -111,7 +111,7 @@ def test_every_output_is_the_originals(name):
     perturbed(model)
     with torch.no_grad():
         raws = model(perturbed(formula_image(height, width, facts["seed"])))
-        decoded = model.decode(raws).numpy()
+        decoded = model.decode(raws).rows.numpy()
     with np.load(reference("fixtures/yolov5/formula_io.npz")) as whole:
         for level, raw in enumerate(raws):
             compare(raw.numpy(), whole[f"{name}.raw{level}"], rtol=0, atol=2e-3)  # perturbations move 3e-4
@@ -130,7 +130,7 @@ def test_folding_batch_norm_changes_rounding_only():
     compare(gflops(fused), facts["gflops_640_thop_fused"], rtol=1e-12)
     images = perturbed(formula_image(128, 96, 7))
     with torch.no_grad():
-        plain, folded = model.decode(model(images)), fused.decode(fused(images))
+        plain, folded = model.decode(model(images)).rows, fused.decode(fused(images)).rows
     change = folded - plain
     compare(change[..., :4], torch.zeros_like(change[..., :4]), atol=0.05)  # of boxes up to 1479 pixels
     compare(change[..., 4:], torch.zeros_like(change[..., 4:]), atol=1e-4)
@@ -228,6 +228,6 @@ def test_trained_statistics_in_both_modes():
             compare(training_raws[level], io[f"ema_train_raw{level}"], atol=1e-2, rms=1.5e-3)
         originals = [perturbed(torch.from_numpy(io[f"ema_eval_raw{level}"])) for level in range(3)]
         # px, of up to 1229
-        compare(model.float().decode(originals), io["ema_eval_decoded"], atol=0.05)
+        compare(model.float().decode(originals).rows, io["ema_eval_decoded"], atol=0.05)
         for change in changes:
             compare(change, torch.zeros_like(change), atol=1e-10)

@@ -15,6 +15,7 @@ from torch import nn
 
 from yolofleet import TrainingRecipe
 from yolofleet.config.schema import Recipe, setting
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.family import Family
 from yolofleet.families.networks.blocks import Conv
 from yolofleet.families.networks.checked import Checker
@@ -73,7 +74,7 @@ class ToyNetwork(Detector):
 
     def decode(self, raws):
         boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
-        return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)  # [N, Q, 5 + C]
+        return Decoded.of(boxes, scores)
 
     @torch.no_grad()
     def initialise(self, generator):

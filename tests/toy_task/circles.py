@@ -57,7 +57,7 @@ class FoundCircles(Found):
 
 class CircleTask(Task):
     name, decoded = "circles", Decoded
-    nothing = FoundCircles(*np.zeros((2, 0), np.int64), np.zeros(0, np.float32), np.zeros((0, 3)))
+    nothing = FoundCircles(np.zeros(0, int), np.zeros(0, int), np.zeros(0, np.float32), np.zeros((0, 3)))
     columns = {"metrics/overlap": "overlap"}
     of_class = {"overlap": "overlap"}
     fitness_of = {"overlap": 1.0}
@@ -99,8 +99,8 @@ class CircleTask(Task):
         return Metrics({"overlap": float(value.mean())}, of_class)
 
     def difference(self, ours, theirs, size_hw, *, in_order):
-        off = [float((mine - other).abs().max()) for mine, other in zip(ours, theirs, strict=True)]
-        return Difference(*off, len(ours.scores) * QUERIES)
+        place, score = (float((mine - other).abs().max()) for mine, other in zip(ours, theirs, strict=True))
+        return Difference(place, score, len(ours.scores) * QUERIES)
 
     def draw(self, image, found, names, **style):
         drawn = image.copy()
@@ -165,7 +165,9 @@ class CircleLoss:
         return self
 
     def match(self, labels, images, size_hw, keys=()):
-        query = np.concatenate([np.arange(n) for n in np.bincount(labels.image, minlength=images)] or [[]])
+        query = np.concatenate(
+            [np.arange(n) for n in np.bincount(labels.image, minlength=images)] or [np.zeros(0)]
+        )
         few = query < QUERIES
         columns = labels.image, query.astype(int), labels.classes, labels.circles(1, 1)
         return Targets(*(column[few] for column in columns))

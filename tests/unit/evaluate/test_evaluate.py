@@ -16,15 +16,17 @@ from label_rows import rows_of
 from yolofleet.config.schema import ValConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.build import build_model
 from yolofleet.families.networks import index_limit
 from yolofleet.families.networks.combined import CombinedNetwork
 from yolofleet.families.networks.description import describe
-from yolofleet.inference.evaluate.batches import labels_of, val_batches
-from yolofleet.tasks.boxes.coco import FIGURES
-from yolofleet.tasks.boxes.files import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.inference.evaluate.batches import val_batches
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.boxes.coco import FIGURES
+from yolofleet.tasks.boxes.files import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.tasks.boxes.matching import labels_of
 from yolofleet.training.parallel.world import World
 
 SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
@@ -33,7 +35,7 @@ SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 9
 class RectangleFinder:
     """One box per class: the extent of what is red (class 0) or blue (class 1), scored by its width."""
 
-    nc, needs_nms = 2, True
+    task, nc, needs_nms = "boxes", 2, True
     strides: tuple[int, ...] = (8, 16, 32)
     training = False
 
@@ -53,7 +55,7 @@ class RectangleFinder:
         return [torch.cat([boxes, objectness, torch.eye(2).expand(len(images), 2, 2)], 2)]
 
     def decode(self, raws):
-        return raws[0]
+        return Decoded(raws[0])
 
 
 class CentreLoss:

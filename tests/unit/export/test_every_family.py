@@ -20,12 +20,13 @@ from yolofleet.inference.export.formats import FORMATS
 from yolofleet.inference.export.runtime import open_exported
 from yolofleet.inference.export.verify import (
     batches_of,
+    check_difference,
     compare,
-    decoded_difference,
     generated_images,
     part_of_limits,
 )
 from yolofleet.support.errors import NumericsError
+from yolofleet.tasks.boxes.task import BOXES
 
 pytestmark = pytest.mark.long
 
@@ -99,13 +100,13 @@ def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
     for kind in ("scores", "boxes", "norm"):
         batches = batches_of(metadata, SIZE_HW, generated_images())
         with pytest.raises(NumericsError, match="differs from the network"):
-            compare(runtime, changed(model, kind), batches).check(half=False)
+            check_difference(compare(runtime, changed(model, kind), batches), half=False)
             print(f"a wrong value of {kind} is not noticed")
     for height, width in ((32, 32), (192, 128)) if size_hw is None else ():
         images = pictures(1, (height, width))
         with torch.inference_mode():
             ours = model.decode(model(images))
-        found = decoded_difference(ours, runtime(images), (height, width), in_order=model.needs_nms)
+        found = BOXES.difference(ours, runtime(images), (height, width), in_order=model.needs_nms)
         assert part_of_limits(found, half=False) <= 1, (height, width)
 
 
@@ -134,6 +135,8 @@ def test_rows_in_another_order_and_another_one_of_two_equal_cells_are_no_differe
     tied.decoder.enc_score_head.weight.data.mul_(1e-3)  # the same order, in nearly equal scores
     model.decoder.enc_score_head.load_state_dict(tied.decoder.enc_score_head.state_dict())
     for taken in (19, 20, 21):
-        compare(cast(Any, Other(19, taken)), model, [images]).check(half=False)
+        check_difference(compare(cast(Any, Other(19, taken)), model, [images]), half=False)
     with pytest.raises(NumericsError):  # a cell whose score is lower by more than rounding
-        compare(cast(Any, Other(19, 40 if family == "rtdetr-toy" else 25)), model, [images]).check(half=False)
+        check_difference(
+            compare(cast(Any, Other(19, 40 if family == "rtdetr-toy" else 25)), model, [images]), half=False
+        )

@@ -8,12 +8,14 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network, pictures
 from torch import nn
 
 from yolofleet.config.load import resolve_export
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
@@ -21,8 +23,10 @@ from yolofleet.inference.export.exporter import export, export_command, size_of
 from yolofleet.inference.export.formats import FORMATS, format_named, format_of
 from yolofleet.inference.export.graph import ExportGraph, ZeroBorder
 from yolofleet.inference.export.runtime import Runtime, open_exported, open_weights
-from yolofleet.inference.export.verify import decoded_difference, partners_difference
 from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError, install_hint
+from yolofleet.tasks.boxes.differences import partners_difference
+from yolofleet.tasks.boxes.found import FoundBoxes
+from yolofleet.tasks.boxes.task import BOXES
 
 pytestmark = pytest.mark.long
 
@@ -59,10 +63,10 @@ def cache(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def assert_near(theirs: torch.Tensor, ours: torch.Tensor, size_hw: tuple[int, int] = SIZE_HW) -> None:
+def assert_near(theirs: Decoded, ours: Decoded, size_hw: tuple[int, int] = SIZE_HW) -> None:
     """Rounding, through a network that multiplies it."""
-    box_px, score, _ = decoded_difference(ours, theirs, size_hw)
-    assert box_px < 0.05 and score < 1e-3
+    off = BOXES.difference(ours, theirs, size_hw, in_order=True)
+    assert off.place < 0.05 and off.score < 1e-3
 
 
 # -- what is computed ------------------------------------------------------------------------------------------
@@ -153,9 +157,9 @@ def test_onnx_in_16_bits_has_inputs_and_outputs_in_32(model, tmp_path):
     images, runtime = pictures(1), open_exported(out)
     with torch.inference_mode():
         ours = model.decode(model(images))
-    assert runtime(images).dtype == torch.float32
-    box_px, score, _ = decoded_difference(ours, runtime(images), SIZE_HW)
-    assert 1e-3 < box_px < 8 and 1e-4 < score < 0.05
+    assert runtime(images).rows.dtype == torch.float32
+    off = BOXES.difference(ours, runtime(images), SIZE_HW, in_order=True)
+    assert 1e-3 < off.place < 8 and 1e-4 < off.score < 0.05
     weights = sum(p.numel() for p in model.parameters())
     assert 2 * weights < out.stat().st_size < 2.3 * weights
 
@@ -183,7 +187,7 @@ def median_score(model: Detector) -> float:
     """Above which half of the places of some picture lie."""
     with torch.inference_mode():
         decoded = model.decode(model(pictures(1)))
-    return round(float((decoded[..., 4:5] * decoded[..., 5:]).amax(2).median()), 3)
+    return round(float(decoded.scores.amax(2).median()), 3)
 
 
 def test_suppression_inside_a_file_fills_up_with_zeros_where_it_finds_nothing(model, tmp_path):
@@ -191,7 +195,7 @@ def test_suppression_inside_a_file_fills_up_with_zeros_where_it_finds_nothing(mo
     images = torch.cat([pictures(1), torch.zeros(1, 3, *SIZE_HW)])
     with torch.inference_mode():
         decoded = model.decode(model(images))
-    best = (decoded[..., 4:5] * decoded[..., 5:]).amax((1, 2))
+    best = decoded.scores.amax((1, 2))
     settings = Suppression(float(best.mean()), 0.45, 300, False)  # between the best of both pictures
     metadata = metadata_of(model, batch=None, nms=settings)
     FORMATS["onnx"].module.write(job_of(model, metadata), tmp_path / "model.onnx")
@@ -213,7 +217,7 @@ def test_the_graph_that_is_exported_equals_the_network(name):
     other = network(name)
     images = pictures(1)
     with torch.inference_mode():
-        assert_near(ExportGraph(other)(images), other.decode(other(images)))
+        assert_near(Decoded(ExportGraph(other)(images)), other.decode(other(images)))
 
 
 # -- verification ----------------------------------------------------------------------------------------------
@@ -282,14 +286,17 @@ def test_an_export_needs_no_folder_for_temporary_files(model, format, tmp_path, 
 
 
 def test_boxes_without_a_partner_are_infinitely_far():
-    box = torch.tensor([[0.0, 0, 10, 10, 0.9, 1]])
-    assert partners_difference(box, box, above=0.5) == (0, 0)
-    moved = box + torch.tensor([0.25, 0, 0, 0, 0.05, 0])
-    assert partners_difference(box, moved, above=0.5) == pytest.approx((0.25, 0.05))
-    for other in (box[:0], box + torch.tensor([0, 0, 0, 0, 0, 1])):  # none, and another class
-        assert partners_difference(box, other, above=0.5) == (float("inf"), float("inf"))
-        assert partners_difference(other, box, above=0.5) == (float("inf"), float("inf"))
-    assert partners_difference(box, box[:0], above=0.95) == (0, 0)
+    row = np.array([[0.0, 0, 10, 10, 0.9, 1]])
+
+    def off(ours, theirs, above=0.5):
+        found = partners_difference(FoundBoxes.of_rows(ours), FoundBoxes.of_rows(theirs), above=above)
+        return found.place, found.score
+
+    assert off(row, row) == (0, 0)
+    assert off(row, row + np.array([0.25, 0, 0, 0, 0.05, 0])) == pytest.approx((0.25, 0.05))
+    for other in (row[:0], row + np.eye(6)[5]):  # none, and another class
+        assert off(row, other) == off(other, row) == (float("inf"), float("inf"))
+    assert off(row, row[:0], above=0.95) == (0, 0)
 
 
 def test_without_its_runtime_a_file_is_written_and_said_to_be_unverified(model, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from yolofleet.data.geometry import nms as nms_module
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.nms import detections, nms
 
 
@@ -68,17 +69,20 @@ def test_all_boxes_count_without_a_limit(monkeypatch):
 
 
 def test_no_boxes_give_no_boxes():
-    assert detections(torch.zeros(0, 10, 8), conf=0.1, iou=0.5, max_det=5, multi_label=True) == ([], 0)
+    assert detections(Decoded(torch.zeros(0, 10, 8)), conf=0.1, iou=0.5, max_det=5, multi_label=True) == (
+        [],
+        0,
+    )
     assert nms(torch.zeros(0, 4), torch.zeros(0), 0.5).tolist() == []
     found, capped = detections(
-        torch.zeros(2, 10, 8), conf=0.1, iou=0.5, max_det=5, multi_label=True, classes=[1]
+        Decoded(torch.zeros(2, 10, 8)), conf=0.1, iou=0.5, max_det=5, multi_label=True, classes=[1]
     )
     assert [tuple(boxes.shape) for boxes in found] == [(0, 6), (0, 6)] and capped == 0
 
 
 def test_one_place_may_be_two_classes_only_with_multi_label():
     place = torch.tensor([[[50.0, 50, 20, 10, 0.5, 0.8, 0.6, 0.1]]])  # scores 0.4, 0.3, 0.05
-    found = partial(detections, place, conf=0.1, iou=0.5, max_det=10)
+    found = partial(detections, Decoded(place), conf=0.1, iou=0.5, max_det=10)
     (several,), _ = found(multi_label=True)
     (single,), _ = found(multi_label=False)
     (agnostic,), _ = found(multi_label=True, agnostic=True)
@@ -135,7 +139,7 @@ def test_more_candidates_than_the_limit_are_cut_by_score_and_counted(monkeypatch
     decoded = random_decoded(1, 40, 4)
     scores = (decoded[0, :, 5:] * decoded[0, :, 4:5]).flatten()
     candidates = int((scores > 0.01).sum())
-    (boxes,), capped = detections(decoded, conf=0.01, iou=1.0, max_det=1000, multi_label=True)
+    (boxes,), capped = detections(Decoded(decoded), conf=0.01, iou=1.0, max_det=1000, multi_label=True)
     assert capped == candidates - 50
     torch.testing.assert_close(boxes[:, 4], scores.sort(descending=True).values[:50])
 
@@ -145,7 +149,7 @@ def test_of_equal_scores_at_the_limit_the_first_stay(monkeypatch):
     decoded = torch.tensor(
         [[[x, 5.0, 4, 4, 1.0, s] for x, s in ((10.0, 0.5), (30, 0.5), (50, 0.5), (70, 0.9))]]
     )
-    (boxes,), capped = detections(decoded, conf=0.1, iou=0.5, max_det=10, multi_label=True)
+    (boxes,), capped = detections(Decoded(decoded), conf=0.1, iou=0.5, max_det=10, multi_label=True)
     assert boxes[:, 0].tolist() == [68, 8] and capped == 2
 
 
@@ -153,6 +157,6 @@ def test_without_suppression_the_highest_scores_are_kept_also_of_equal_boxes():
     row = [8.0, 8.0, 4.0, 4.0, 1.0]
     decoded = torch.tensor([[[*row, 0.6, 0.1], [*row, 0.9, 0.2], [*row, 0.3, 0.7]]] * 2)  # [2, 3, 7]
     for images in (decoded, decoded[:1]):
-        found, _ = detections(images, conf=0.25, iou=None, max_det=3, multi_label=True)
+        found, _ = detections(Decoded(images), conf=0.25, iou=None, max_det=3, multi_label=True)
         for boxes in found:  # the fourth, 0.3, is above max_det
             assert boxes[:, 4:].tolist() == torch.tensor([[0.9, 0], [0.7, 1], [0.6, 0]]).tolist()

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, tiles
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.support.errors import ConfigError
@@ -62,6 +63,7 @@ def test_a_cut_box_without_a_whole_one_stays():
 class Bright(torch.nn.Module):
     """Finds the extent of what is bright, unless it is smaller than 6 pixels of its input."""
 
+    task = "boxes"
     pads_to_square, needs_nms, names, strides, training, nc = False, True, ("spot",), (8, 16, 32), False, 1
 
     def forward(self, images):
@@ -76,7 +78,7 @@ class Bright(torch.nn.Module):
                 continue
             x1, x2, y1, y2 = x.min(), x.max() + 1, y.min(), y.max() + 1
             rows.append(torch.tensor([[(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1, 1.0, 0.9]]))
-        return torch.stack(rows)
+        return Decoded(torch.stack(rows))
 
 
 def test_a_small_object_of_a_large_image_is_found_on_a_tile():

@@ -33,7 +33,7 @@ def render(tiles: list[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
     """The pixels in the order of the images, and [n, 5] class, x1, y1, x2, y2 px of the labels."""
     out = np.empty((view.output_px, view.output_px, 3), np.uint8)
     augment.render(tiles, view, None, out)
-    labels = Scene(tiles, view).labels(AS_IS)
+    labels = Scene(tiles, view).labels(AS_IS, shapes_of([]))
     return out, np.column_stack([labels.classes, labels.corners_px(view.output_px, view.output_px)])
 
 
@@ -283,7 +283,7 @@ def test_flips_move_boxes_with_the_pixels(horizontal, vertical):
     look, out = Look(None, horizontal, vertical), np.empty_like(image)
     finish(image, look, out)
     view = view_of([[1, 0, 0], [0, 1, 0], [0, 0, 1]], 1.0, 60, 60)
-    moved = Scene([Tile(image, labels, 0, 0)], view).labels(look)
+    moved = Scene([Tile(image, labels, 0, 0)], view).labels(look, shapes_of([]))
     ys, xs = np.nonzero(out[:, :, 0])
     found = moved.corners_px(60, 60)[0].tolist()
     assert found == pytest.approx([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], abs=1e-4)

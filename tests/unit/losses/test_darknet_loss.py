@@ -128,7 +128,7 @@ def test_a_network_learns_to_find_boxes_with_the_loss_of_its_family():
         optimiser.step()
         optimiser.zero_grad()
     with torch.no_grad():
-        found = model.decode(model(image))[0]
+        found = model.decode(model(image)).rows[0]
     scores = found[:, 4:5] * found[:, 5:]
     for class_idx, *box in ((0, 28, 22, 14, 12), (1, 66, 34, 40, 44)):
         best = scores[:, class_idx].argmax()

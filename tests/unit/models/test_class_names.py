@@ -167,7 +167,7 @@ def test_a_training_starts_with_the_row_of_each_class_by_its_name(family):
     assert any("mapped by name" in line and "0: circle / square" in line for line in console.lines)
     images = torch.rand(1, 3, PX, PX)
     with torch.inference_mode():
-        then, now = (one.eval().decode(one(images)) for one in (trained, started))
+        then, now = (one.eval().decode(one(images)).rows for one in (trained, started))
     columns = [*range(5), *(5 + NAMES.index(name) for name in ORDER)]
     assert torch.equal(then[..., columns], now) and started.names == ORDER
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.nms import detections
 from yolofleet.families.networks.combined import CombinedNetwork, View, _seen, _without_level
 from yolofleet.support.errors import ConfigError
@@ -15,6 +16,7 @@ class Corner:
 
     strides, training, pads_to_square, anchors_px, needs_nms = (8, 16, 32), False, False, None, True
     assumed: dict[str, str] = {}
+    task = "boxes"
 
     def __init__(self, names=("a", "b"), score=0.9):
         self.names, self.nc, self.score = names, len(names), score
@@ -32,7 +34,7 @@ class Corner:
         rows[..., 1] = (places // w + 0.5)[:, None]
         rows[..., 2:4] = 8
         rows[..., 4], rows[..., 5] = 1, self.score
-        return rows
+        return Decoded(rows)
 
 
 def image(x, y, size_hw=(64, 96)):
@@ -53,7 +55,7 @@ def test_boxes_of_every_view_come_back_to_the_image():
     ]  # 0.83: 53 x 79 -> 64 x 96; 0.67: 42 x 64 -> 64 x 64
     assert len(views) == 3
     for boxes in views:
-        x, y, w, _ = boxes[0, 0, :4].tolist()
+        x, y, w, _ = boxes.boxes[0, 0].tolist()
         assert x == pytest.approx(70.5, abs=1.5) and y == pytest.approx(20.5, abs=1.5)
         assert w == pytest.approx(8, abs=5)
 
@@ -63,7 +65,7 @@ def test_levels_that_another_view_sees_better_are_left_out():
     assert _without_level(rows, (8, 16, 32), 32).flatten().tolist() == list(range(20))
     assert _without_level(rows, (32, 16, 8), 32).flatten().tolist() == list(range(1, 21))
     combined = CombinedNetwork([Corner()], augment=True)  # type: ignore[list-item]
-    joined = cast(torch.Tensor, combined.decode(combined(image(70, 20))))
+    joined = cast(Decoded, combined.decode(combined(image(70, 20)))).rows
     # 6 cells of stride 32, and 64 of stride 8 in the last view
     assert joined.shape[1] == (126 - 6) + 126 + (84 - 64)
 

@@ -56,7 +56,7 @@ def test_a_file_becomes_a_network():
     raws = model(torch.rand(2, 3, 32, 64))
     assert [tuple(raw.shape) for raw in raws] == [(2, 2, 16, 32, 8), (2, 2, 8, 16, 8)]
     # K = 2 anchors x (16 x 32 + 8 x 16) cells
-    assert model.decode(raws).shape == (2, 1280, 8)
+    assert model.decode(raws).rows.shape == (2, 1280, 8)
     names = list(model.state_dict())
     assert names[:2] == ["layers.0.conv.weight", "layers.0.bn.weight"]
     assert "layers.5.conv.bias" in names and "layers.5.bn.weight" not in names
@@ -98,7 +98,7 @@ def test_decoding_by_hand():
     fine, coarse = torch.zeros(1, 2, 2, 4, 6), torch.zeros(1, 2, 1, 2, 6)
     fine[0, 1, 1, 2] = torch.tensor([100.0, 0.0, math.log(2), 50.0, 0.0, -100.0])
     coarse[0, 0, 0, 1, 0] = 100.0
-    decoded = model.decode([fine, coarse])
+    decoded = model.decode([fine, coarse]).rows
     assert decoded.shape == (1, 16 + 4, 6) and decoded.dtype == torch.float32
     # level 0 (stride 2), anchor 1 (8.5 x 9), y 1, x 2 is row 8 + 1 x 4 + 2: centre (2 + 1, 1 + 1/2) 2, width
     # 2 x 8.5, height at the limit of e^10 anchors
@@ -116,7 +116,7 @@ def test_raw_predictions_are_views_and_half_precision_is_decoded_in_float32():
     assert [raw.data_ptr() for raw in raws] == [output.data_ptr() for output in seen]
     assert all(output.is_contiguous(memory_format=torch.channels_last) for output in seen)
     torch.testing.assert_close(
-        model.decode([raw.half() for raw in raws]), model.decode(raws), rtol=0.05, atol=0.05
+        model.decode([raw.half() for raw in raws]).rows, model.decode(raws).rows, rtol=0.05, atol=0.05
     )
 
 

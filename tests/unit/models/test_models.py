@@ -66,7 +66,7 @@ def test_a_users_yaml_becomes_a_network(tiny_yaml):
     raws = model(torch.rand(2, 3, 64, 96))
     assert [tuple(r.shape) for r in raws] == [(2, 2, 8, 12, 8), (2, 2, 4, 6, 8)]
     # K = 2 anchors x (8 x 12 + 4 x 6) cells
-    assert model.decode(raws).shape == (2, 240, 8)
+    assert model.decode(raws).rows.shape == (2, 240, 8)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -274,7 +274,7 @@ def test_decoding_by_hand():
     model = build_model(preset("yolov5n"), 1)
     raws = [torch.zeros(1, 3, 2, 2, 6), torch.zeros(1, 3, 1, 1, 6), torch.zeros(1, 3, 1, 1, 6)]
     raws[0][0, 1, 0, 1] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 100.0])
-    decoded = model.decode(raws)
+    decoded = model.decode(raws).rows
     assert decoded.shape == (1, 3 * 4 + 3 + 3, 6)
     # level 0 (stride 8), anchor 1 (16 x 30), y 0, x 1 is row 1 x 4 + 0 x 2 + 1; sigmoid(0) = 1/2:
     # centre = (2/2 - 1/2 + cell) 8 = 12, 4; size = (2/2)^2 anchor
@@ -286,7 +286,7 @@ def test_decoding_by_hand():
 def test_decoding_half_precision_happens_in_float32():
     model = build_model(preset("yolov5n"), 1)
     raws = [torch.zeros(1, 3, 80, 80, 6, dtype=torch.float16)] + [torch.zeros(1, 3, 1, 1, 6)] * 2
-    decoded = model.decode(raws)
+    decoded = model.decode(raws).rows
     assert decoded.dtype == torch.float32
     assert decoded[0, 79, 0] == 79.5 * 8
 

@@ -95,7 +95,7 @@ def test_a_description_is_a_mapping(values):
 
 def test_a_fresh_network_predicts_the_priors_everywhere():
     model = build_model(TINY, 3, seed=1).eval()
-    decoded = model.decode(model(torch.rand(2, 3, 64, 96)))
+    decoded = model.decode(model(torch.rand(2, 3, 64, 96))).rows
     assert decoded.shape == (2, 2 * 3 + 4 * 6 + 8 * 12, 5 + 3)
     assert torch.allclose(decoded[..., 5:], torch.tensor(0.01))
     first = decoded[0, 0, :5]  # the corner cell of stride 32: a distance of 8 cells to all sides

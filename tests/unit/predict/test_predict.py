@@ -14,6 +14,7 @@ from reference import reference
 
 from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import results
@@ -149,7 +150,7 @@ def test_a_file_that_only_looks_like_a_video_is_a_problem(tmp_path):
 class Oracle(torch.nn.Module):
     """Stands in the place of a network: one sure box at the same place of the letterboxed image."""
 
-    pads_to_square, needs_nms = False, True
+    pads_to_square, needs_nms, task = False, True, "boxes"
 
     def __init__(self, box_cxcywh_px, class_idx=1):
         super().__init__()
@@ -162,7 +163,7 @@ class Oracle(torch.nn.Module):
         return images
 
     def decode(self, images):
-        return self.row.expand(len(images), 1, -1)
+        return Decoded(self.row.expand(len(images), 1, -1))
 
 
 def predictor_of(oracle, **settings):

@@ -18,6 +18,7 @@ from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.predict.results import Prediction, Predictions, Stems
 from yolofleet.inference.predict.sources import Frame, Source, Video
+from yolofleet.tasks.boxes.found import FoundBoxes
 
 PICTURES = ("d1/a/Image1.png", "d1/b/Image1.png", "d2/Image1.png", "d2/Image1.jpg")
 STEMS = ["d1/a/Image1", "d1/b/Image1", "d2/Image1", "d2/Image1_png"]
@@ -129,9 +130,8 @@ def test_sub_folders_beside_pictures_are_counted_and_not_searched(weights, root,
 
 def made(path, *, video=False, base="/data"):
     image = np.zeros((4, 4, 3), np.uint8)
-    none = np.zeros(0)
     frame = Frame(path, image, video=Video(9, 25.0) if video else None, base=base)
-    return Prediction(frame, none.reshape(0, 4), none, none, ())
+    return Prediction(frame, FoundBoxes.of_rows(np.zeros((0, 6))), ())
 
 
 def test_no_two_names_can_be_one_file():
@@ -168,6 +168,6 @@ def test_the_frames_of_a_video_have_names_of_their_own():
 
 def test_a_list_of_predictions_without_files_is_numbered(tmp_path):
     image = np.zeros((4, 4, 3), np.uint8)
-    none = np.zeros(0)
-    found = [Prediction(Frame("image 0", image, is_file=False), none.reshape(0, 4), none, none, ())] * 2
+    none = FoundBoxes.of_rows(np.zeros((0, 6)))
+    found = [Prediction(Frame("image 0", image, is_file=False), none, ())] * 2
     assert [path.name for path in Predictions(found).save(tmp_path)] == ["image 0.jpg", "image 0_2.jpg"]

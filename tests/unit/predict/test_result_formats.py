@@ -14,6 +14,7 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.predict.results import Prediction, Predictions
 from yolofleet.inference.predict.sources import Frame, Video
 from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.boxes.found import FoundBoxes
 
 NAMES = ("circle", "star")
 
@@ -22,7 +23,7 @@ def made(path: str, *boxes: tuple[float, ...], video: Video | None = None, numbe
     """Rows of x1, y1, x2, y2, score, class; the image has 40 x 30 px."""
     rows = np.array(boxes, np.float32).reshape(-1, 6)
     frame = Frame(path, np.zeros((30, 40, 3), np.uint8), video=video, number=number)
-    return Prediction(frame, rows[:, :4], rows[:, 4], rows[:, 5].astype(np.int64), NAMES)
+    return Prediction(frame, FoundBoxes.of_rows(rows), NAMES)
 
 
 @pytest.fixture

@@ -20,13 +20,15 @@ from report_runs import evaluated, made_run, split_of
 
 from yolofleet.cli.app import run
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.inference.evaluate import figures
-from yolofleet.inference.evaluate.figures import evaluation_figures, label_figures, sampled, shared_sample
+from yolofleet.inference.evaluate.figures import shared_sample
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.compare import comparison, unpaired
 from yolofleet.runs.report.history import MOST_SPANS, best_of, plain, read_run
 from yolofleet.runs.report.page import page, write_report
+from yolofleet.tasks.boxes import page as page_module
+from yolofleet.tasks.boxes.page import label_figures, page_of
+from yolofleet.tasks.task import sampled
 
 HOSTILE = "</script><script>alert(1)</script>"
 NAMES = (HOSTILE, "red\x1b[31m", "\u202eturned", "<!--", "@DATA@", "猫", "two\nlines", "h")
@@ -256,7 +258,7 @@ def test_the_chart_library_is_the_published_one():
 
 def test_the_sample_is_spread_and_bounded(monkeypatch):
     assert sampled(0).tolist() == [] and sampled(3).tolist() == [0, 1, 2]
-    monkeypatch.setattr(figures, "MOST_IMAGES", 5)
+    monkeypatch.setattr("yolofleet.tasks.task.MOST_IMAGES", 5)
     assert sampled(101).tolist() == [0, 25, 50, 75, 100]
 
 
@@ -276,8 +278,6 @@ class TwoRanks:
 def part(evaluation: Evaluation, rank: int) -> Evaluation:
     from dataclasses import replace
 
-    from yolofleet.tasks.boxes.matching import rows
-
     found = evaluation.detections
     return replace(evaluation, detections=found.rows(found.image % 2 == rank))
 
@@ -287,7 +287,7 @@ def test_figures_do_not_depend_on_the_fleet(index):
     shared_sample(part(whole, 1), TwoRanks(1, sent))
     together = shared_sample(part(whole, 0), TwoRanks(0, sent))
     alone = shared_sample(whole, None)
-    assert evaluation_figures(whole, index, together) == evaluation_figures(whole, index, alone)
+    assert page_of(whole.metrics, together, index) == page_of(whole.metrics, alone, index)
 
 
 def pictures(found: dict[str, Any]) -> list[str]:
@@ -296,21 +296,21 @@ def pictures(found: dict[str, Any]) -> list[str]:
 
 def test_boxes_are_fractions_of_the_image_and_pictures_are_bounded(monkeypatch, index):
     evaluation = evaluated(index, noise=0.0)
-    found = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    found = page_of(evaluation.metrics, shared_sample(evaluation, None), index)
     image = found["images"][2]
     first = rows_of(index.labels(2))[0]
     assert image["labels"][0][0] == first[0]
     np.testing.assert_allclose(image["labels"][0][1:3], first[1:3] - first[3:] / 2, atol=1e-4)
     assert all(0.1 <= box[5] <= 1 for box in image["detections"])
-    monkeypatch.setattr(figures, "PICTURE_BYTES", 9000)
-    fewer = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    monkeypatch.setattr(page_module, "PICTURE_BYTES", 9000)
+    fewer = page_of(evaluation.metrics, shared_sample(evaluation, None), index)
     assert 0 < sum(map(len, pictures(fewer))) <= 9000 and len(pictures(fewer)) < len(pictures(found))
 
 
 def test_an_image_that_has_gone_costs_only_its_picture(index):
     evaluation = evaluated(index)
     Path(index.path(0)).unlink()
-    found = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
+    found = page_of(evaluation.metrics, shared_sample(evaluation, None), index)
     assert not found["images"][0]["jpeg"] and len(pictures(found)) == len(index) - 1
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from label_rows import shapes_of
 
-from yolofleet.tasks.boxes.coco import precision_recall
-from yolofleet.tasks.boxes.plots import plot_confusion, plot_curves
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import (
@@ -20,6 +18,8 @@ from yolofleet.runs.report.plots import (
     training_pictures,
 )
 from yolofleet.runs.report.results import ResultsTable
+from yolofleet.tasks.boxes.coco import precision_recall
+from yolofleet.tasks.boxes.plots import plot_confusion, plot_curves
 
 pytestmark = pytest.mark.long
 

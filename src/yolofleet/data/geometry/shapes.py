@@ -49,7 +49,12 @@ class Shapes(Table):
     def of_images(cls, parts: Sequence[Self]) -> Self:
         """Return the labels of the images of a micro-batch, which may be none."""
         numbered = [replace(part, image=np.full(len(part), i, np.int64)) for i, part in enumerate(parts)]
-        return cls.joined(numbered) if numbered else cls.of_image(np.zeros(0), np.zeros((0, 4)))
+        return cls.joined(numbered) if numbered else cls.none()
+
+    @classmethod
+    def none(cls) -> Self:
+        """Return no labels."""
+        return cls.of_image(np.zeros(0), np.zeros((0, 4)))
 
     def corners_px(self, width: float, height: float) -> np.ndarray:
         """Return float64 [n, 4] x1, y1, x2, y2 in pixels of an image of that size."""

@@ -32,7 +32,6 @@ from yolofleet.tasks.boxes.matching import (
 )
 from yolofleet.tasks.task import Arrays, Difference, Limits, Task
 
-
 _NONE = np.zeros(0, np.int64)
 
 
