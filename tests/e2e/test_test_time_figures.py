@@ -49,19 +49,19 @@ def evaluated(index, names, *, augment=False, merge="nms", fit="auto"):
 @pytest.mark.parametrize(("names", "augment", "map50_95", "map50"), FIGURES)
 def test_figures_are_those_of_yolov5_with_its_padding(index, names, augment, map50_95, map50):
     metrics = evaluated(index, names, augment=augment, fit="batch").metrics
-    assert metrics.map50_95 == pytest.approx(map50_95, abs=0.003)
+    assert metrics.figures["mAP50-95"] == pytest.approx(map50_95, abs=0.003)
     # Images of equal aspect ratio fall into batches of other shapes than the original's, whose sort is not stable.
-    assert metrics.map50 == pytest.approx(map50, abs=0.006)
+    assert metrics.figures["mAP50"] == pytest.approx(map50, abs=0.006)
 
 
 def test_weighted_box_fusion_of_two_networks_and_three_views_beats_each_of_them(index):
-    fused = evaluated(index, (YOLOV5N, OLDER), augment=True, merge="wbf").metrics.map50_95
-    assert fused > evaluated(index, (YOLOV5N,)).metrics.map50_95 + 0.01
+    fused = evaluated(index, (YOLOV5N, OLDER), augment=True, merge="wbf").metrics.figures["mAP50-95"]
+    assert fused > evaluated(index, (YOLOV5N,)).metrics.figures["mAP50-95"] + 0.01
 
 
 def test_views_of_yolov3_tiny_and_an_ensemble_with_another_family(index):
-    alone = evaluated(index, (TINY,)).metrics.map50_95
+    alone = evaluated(index, (TINY,)).metrics.figures["mAP50-95"]
     assert alone == pytest.approx(0.2237, abs=0.003)  # our own, benchmarks/README.md
-    assert evaluated(index, (TINY,), augment=True).metrics.map50_95 > alone + 0.02
-    both = evaluated(index, (TINY, YOLOV5N), augment=True, merge="wbf").metrics.map50_95
-    assert both > evaluated(index, (YOLOV5N,)).metrics.map50_95 + 0.01
+    assert evaluated(index, (TINY,), augment=True).metrics.figures["mAP50-95"] > alone + 0.02
+    both = evaluated(index, (TINY, YOLOV5N), augment=True, merge="wbf").metrics.figures["mAP50-95"]
+    assert both > evaluated(index, (YOLOV5N,)).metrics.figures["mAP50-95"] + 0.01

@@ -47,13 +47,13 @@ def test_perfect_detections_score_one():
 
 def test_one_false_alarm_above_the_only_hit_halves_the_precision():
     metrics = figures(labels_at((0, 0, 50, 50)), found_at((200, 0, 50, 50, 0.9), (0, 0, 50, 50, 0.8)))
-    assert metrics.map50 == pytest.approx(0.5, abs=1e-12)  # precision 1/2 at every recall point
+    assert metrics.figures["mAP50"] == pytest.approx(0.5, abs=1e-12)  # precision 1/2 at every recall point
 
 
 def test_overlap_of_the_matched_box_decides_at_which_thresholds_it_counts():
     # 50 x 50 against 50 x 40 inside it: IoU 0.8 exactly counts at 0.50, 0.55 ... 0.80, 7 of 10 thresholds
     metrics = figures(labels_at((0, 0, 50, 50)), found_at((0, 0, 50, 40, 0.9)))
-    assert metrics.map50_95 == pytest.approx(0.7, abs=1e-12)
+    assert metrics.figures["mAP50-95"] == pytest.approx(0.7, abs=1e-12)
     assert metrics.figures["mAP75"] == pytest.approx(1.0, abs=1e-12)
 
 

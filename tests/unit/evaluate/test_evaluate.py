@@ -155,10 +155,10 @@ def evaluated(index, world, **more):
 
 def test_boxes_come_back_to_native_pixels_and_match_the_labels(index):
     (result,) = on_ranks(1, lambda world: evaluated(index, world))
-    assert result.metrics.map50 == pytest.approx(1.0, abs=1e-12)
+    assert result.metrics.figures["mAP50"] == pytest.approx(1.0, abs=1e-12)
     assert result.metrics.figures["P"] == result.metrics.figures["R"] == 1.0
     assert result.images == 7 and result.candidates_cut == 0
-    assert result.confusion.tolist() == [[6, 0, 0], [0, 6, 0], [0, 0, 0]]
+    assert result.metrics.confusion.tolist() == [[6, 0, 0], [0, 6, 0], [0, 0, 0]]
     assert result.losses["box"] < 0.05  # four fractions, half a pixel each
     assert result.images_per_s > 0 and result.seconds["wall"] >= result.seconds["load"]
     assert {name: row["labels"] for name, row in result.metrics.per_class.items()} == {"red": 6, "blue": 6}
@@ -171,7 +171,7 @@ def test_every_rank_of_any_world_gets_the_figures_of_one(index, size):
         assert result.metrics.figures == alone.metrics.figures
         assert result.metrics.per_class == alone.metrics.per_class
         assert result.losses == alone.losses  # the same floats, added in the same order
-        assert (result.confusion == alone.confusion).all()
+        assert (result.metrics.confusion == alone.metrics.confusion).all()
         for name in ("image", "class_idx", "boxes_xywh_px", "score"):
             assert (getattr(result.detections, name) == getattr(alone.detections, name)).all()
 
@@ -255,7 +255,7 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
         return Validation(network, index, settings, world=world, device=torch.device("cpu")).evaluate()
 
     (alone,) = on_ranks(1, evaluate)
-    assert alone.metrics.map50 > 0.9
+    assert alone.metrics.figures["mAP50"] > 0.9
     for result in on_ranks(3, evaluate):
         assert result.metrics.figures == alone.metrics.figures
         assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
@@ -264,7 +264,7 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
 def test_classes_leave_out_labels_and_detections_of_the_others(index):
     (only,) = on_ranks(1, lambda world: evaluated(index, world, classes=(1,)))
     assert set(only.detections.class_idx.tolist()) == {1}
-    assert only.metrics.map50 == pytest.approx(1.0) and only.metrics.per_class["red"]["labels"] == 0
+    assert only.metrics.figures["mAP50"] == pytest.approx(1.0) and only.metrics.per_class["red"]["labels"] == 0
 
 
 def test_batches_that_share_a_shape_are_sorted_by_aspect_ratio(index):

@@ -101,8 +101,8 @@ def random_decoded(images, places, classes, seed=0):
 def test_an_image_gives_the_same_alone_and_in_a_batch():
     decoded = random_decoded(3, 300, 4)
     found = partial(detections, conf=0.01, iou=0.6, max_det=100, multi_label=True)
-    together, _ = found(decoded)
-    alone = [found(image[None])[0][0] for image in decoded]
+    together, _ = found(Decoded(decoded))
+    alone = [found(Decoded(image[None]))[0][0] for image in decoded]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
