@@ -34,7 +34,9 @@ def test_published_weights_reach_their_figures_and_pycocotools_agrees(tmp_path, 
         model, index, EvaluationSettings(ValConfig(batch=8)), world=World.single(), device=torch.device("cpu")
     ).evaluate()
     assert result.images == 128 and result.candidates_cut == 0
-    compare((result.metrics.figures["mAP50-95"], result.metrics.figures["mAP50"]), (MAP50_95, MAP50), atol=0.005)
+    compare(
+        (result.metrics.figures["mAP50-95"], result.metrics.figures["mAP50"]), (MAP50_95, MAP50), atol=0.005
+    )
 
     pytest.importorskip("pycocotools")
     assert (np.diff(index.image_ids) > 0).all()  # so positions can stand for ids below

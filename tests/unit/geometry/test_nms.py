@@ -130,7 +130,7 @@ def test_images_suppressed_together_are_those_suppressed_one_by_one(block, multi
 def test_detections_on_cuda_are_the_cpus():
     decoded = random_decoded(2, 3000, 4)
     found = partial(detections, conf=0.01, iou=0.6, max_det=300, multi_label=True)
-    for ours, cuda in zip(found(decoded)[0], found(decoded.cuda())[0], strict=True):
+    for ours, cuda in zip(found(Decoded(decoded))[0], found(Decoded(decoded.cuda()))[0], strict=True):
         torch.testing.assert_close(cuda.cpu(), ours)
 
 
