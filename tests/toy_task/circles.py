@@ -91,11 +91,8 @@ class CircleTask(Task):
         of_class = {}
         for number, name in enumerate(names):
             mine, images = value[class_idx == number], np.unique(image[class_idx == number])
-            of_class[name] = {
-                "overlap": float(mine.mean()) if len(mine) else -1.0,
-                "images": len(images),
-                "labels": len(mine),
-            }
+            overlap = float(mine.mean()) if len(mine) else -1.0
+            of_class[name] = {"overlap": overlap, "images": len(images), "labels": len(mine)}
         return Metrics({"overlap": float(value.mean())}, of_class)
 
     def difference(self, ours, theirs, size_hw, *, in_order):

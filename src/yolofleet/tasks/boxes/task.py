@@ -16,9 +16,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.nms import MAX_CANDIDATES, detections
-from yolofleet.runs.report.draw import class_name, draw_boxes
 from yolofleet.runs.report.results import BOX_COLUMNS, MAP, MAP50
-from yolofleet.runs.report.screen_table import figure_text
 from yolofleet.tasks.boxes.coco import CocoMetrics, summarize
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.boxes.matching import (
@@ -100,10 +98,14 @@ class Boxes(Task):
         return decoded_difference(ours, theirs, size_hw, in_order=in_order)
 
     def draw(self, image: np.ndarray, found: FoundBoxes, names: Sequence[str], **style: Any) -> np.ndarray:
+        from yolofleet.runs.report.draw import draw_boxes
+
         return draw_boxes(image, found.boxes_xyxy_px, found.classes, names, found.scores, **style)
 
     def to_json(self, found: FoundBoxes, names: Sequence[str]) -> list[dict[str, Any]]:
         """Boxes are rounded to 0.01 px, scores to 0.00001."""
+        from yolofleet.runs.report.draw import class_name
+
         return [
             {
                 "class": c,
@@ -117,6 +119,8 @@ class Boxes(Task):
         ]
 
     def tables(self, metrics: CocoMetrics) -> list[tuple[str, list[str], list[list[str]]]]:
+        from yolofleet.runs.report.screen_table import figure_text
+
         sizes = [size for size in AREA_RANGES_PX if size != "all"]
         areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
         rows = [
