@@ -14,8 +14,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadsco
 .PHONY: env demo test test-unit test-slow test-gpu test-cluster test-store test-extra test-versions test-docs contract soak fuzz \
   mutations lint lint-ci docs bench clean
 
-SOURCES := pyproject.toml packaging/constraints.txt src/yolofleet/data/input/_pixels.c src/yolofleet/data/images/_jpeg.c src/yolofleet/data/geometry/_nms.c src/yolofleet/support/extension.h
-PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt
+SOURCES := pyproject.toml constraints.txt src/yolofleet/data/input/_pixels.c src/yolofleet/data/images/_jpeg.c src/yolofleet/data/geometry/_nms.c src/yolofleet/support/extension.h
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 env: $(VENV)/.made
 
@@ -103,7 +103,7 @@ RUN_converters := tests/export/environments.py tflite
 
 test-extra:
 	test -x build/$(EXTRA)/bin/python || $(PYTHON) -m venv build/$(EXTRA)
-	build/$(EXTRA)/bin/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt \
+	build/$(EXTRA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  pytest pytest-timeout $(INSTALL_$(EXTRA))
 	$(PREPARE_$(EXTRA))
 	OMP_NUM_THREADS=1 build/$(EXTRA)/bin/python $(RUN_$(EXTRA))

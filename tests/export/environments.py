@@ -2,7 +2,7 @@
 
     python tests/export/environments.py tflite
 
-Each gets this project with the format's extra, at the torch of ``packaging/constraints.txt`` (without it, pip would fetch
+Each gets this project with the format's extra, at the torch of ``constraints.txt`` (without it, pip would fetch
 gigabytes for NVIDIA GPUs), and runs ``tests/export/check.py`` there. Exit code 1 when one of them fails.
 """
 
@@ -23,7 +23,7 @@ FREE_GIB = 6
 
 
 def pins() -> str:
-    lines = (ROOT / "packaging/constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.startswith(PINNED)) + "\n"
 
 
