@@ -67,7 +67,7 @@ def clean_python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    constraints = ("-c", ROOT / "packaging" / "constraints.txt")
+    constraints = ("-c", ROOT / "constraints.txt")
     run(python, "-m", "pip", "install", "--quiet", *constraints, built[1], cwd=folder)
     return python
 

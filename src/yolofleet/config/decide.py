@@ -42,6 +42,11 @@ def chosen_instead(config: Resolved[Workload], recipe: Resolved[Recipe]) -> str:
     return next((f"{config.spelled(n)} ({config.sources[n]})" for n in asked if config.is_given(n)), "")
 
 
+def _is_users(config: Resolved[Any], name: str) -> bool:
+    """Return whether the user set a value; one of a recipe may be another for the network of the run."""
+    return config.is_given(name) and not config.sources[name].startswith("recipe ")
+
+
 def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Resolved[Workload]:
     """Return the settings with the images of a step and the optimizer that the recipe names, where the user named none.
 
@@ -51,13 +56,13 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
     sources: dict[str, str] = {}
     for setting, (field, names) in REFERENCES.items():
         source = recipe.sources[field]
-        is_named = any(config.is_given(name) for name in names if name in config.sources)
+        is_named = any(_is_users(config, name) for name in names if name in config.sources)
         if setting in config.sources and not is_named and source not in (DEFAULT, DEFAULT_SOURCE):
             changed[setting], sources[setting] = getattr(recipe.value, field), source
     micro_batch = config.value.micro_batch if config.is_given("micro_batch") else 0
     notes = config.notes
-    if not config.is_given("batch"):
-        together, most = max(micro_batch, 1), config.value.batch
+    if not _is_users(config, "batch"):
+        together, most = max(micro_batch, 1), type(config.value).model_fields["batch"].default
         step_images = changed.get("nominal_batch", most)
         fitting = -(-min(step_images, most) // together) * together
         if fitting != most:
@@ -155,8 +160,7 @@ def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workl
     else:
         batch = next((size for size in range(images, 0, -1) if default_micro_batch(size, size)), images)
     values = {"batch": batch, "nominal_batch": c.nominal_batch}
-    source = config.sources["nominal_batch"]
-    if source == DEFAULT or source.startswith("recipe "):
+    if not _is_users(config, "nominal_batch"):
         values["nominal_batch"] = batch * round(step_images_of(c.batch, c.nominal_batch) / c.batch)
     nominal = values["nominal_batch"]
     values["micro_batch"] = micro_batch or default_micro_batch(batch, nominal) or batch

@@ -196,6 +196,11 @@ def continue_run(
     old, new = stored[0].value, asked[0].value
     values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
     sources = _sources_then(stored[0])
+    # what a recipe chose stays, also where this version would choose another value
+    chosen_then = {
+        name: f"{FIRST_START}, {source}" for name, source in sources.items() if source.startswith("recipe ")
+    }
+    sources |= chosen_then
     notes = list[str]()
     is_copied_on = bool(old.checkpoint_to) and _without_slash(new.checkpoint_to) == _without_slash(
         old.checkpoint_to

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from yolofleet.config.decide import Decided, decide
+from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import recipe_names
 from yolofleet.config.schema import default_micro_batch, step_images_of
@@ -98,6 +100,10 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("rtdetrv2-r50", 2000, {}, (16, 16, 8), "AdamW"),
         ("rtdetrv2-r50", 500, {"new_classes": True}, (8, 8, 4), "AdamW"),
         ("rtdetrv2-r50", 2000, {"recipe": "deim"}, (16, 32, 8), "AdamW"),
+        ("dfine-n", 2000, {}, (16, 128, 16), "AdamW"),
+        ("dfine-n", 2000, {"recipe": "dfine"}, (16, 128, 16), "AdamW"),  # also where it is typed
+        ("dfine-n", 2000, {"recipe": "deim"}, (16, 128, 16), "AdamW"),
+        ("dfine-n", 2000, {"recipe": "deim", "nominal_batch": 32}, (16, 32, 8), "AdamW"),
         ("ppyoloe-s", 3, {}, (3, 12, 3), "SGD"),
         ("darknet-yolov3-tiny", 2000, {}, (16, 64, 8), "SGD"),
         ("darknet-yolov3-tiny", 500, {"new_classes": True}, (16, 64, 8), "SGD"),
@@ -218,3 +224,16 @@ def test_two_devices_have_work_with_every_default() -> None:
             batch % d == 0 for d in range(4, batch // 2 + 1)
         ):
             assert batch // micro >= 2, batch
+
+
+def test_a_resumed_run_keeps_the_step_that_its_recipe_had_then(tmp_path: Path) -> None:
+    """Earlier versions took 32 images where the recipe has 128 for this network."""
+    config, recipe = resolve_train({"data": "d", "model": "dfine-n", "recipe": "deim"})
+    assert config.value.nominal_batch == 32 and config.sources["nominal_batch"] == "recipe deim"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-00000010.safetensors").write_text("state")
+    (tmp_path / "config.yaml").write_text(dump_config(config, recipe))
+    description = describe("dfine-n")
+    for run, step in ((resolve_train({"resume": str(tmp_path)}), 32), ((config, recipe), 128)):
+        found = decide(*run, FAMILIES["dfine"], description, 2000)
+        assert sizes(found)[1] == step
