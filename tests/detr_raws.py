@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from label_rows import shapes_of
 from torch import Tensor
 
 from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.families.rtdetr.raws import DfineTrainingRaws, RtdetrTrainingRaws, TrainingRaws
 
 CLASSES, QUERIES, LAYERS, BINS = 5, 20, 3, 33
 REG_SCALE = 4.0
@@ -25,14 +24,15 @@ def labels(*counts: int, seed: int = 0) -> Shapes:
     return shapes_of(np.column_stack([image, rng.integers(0, CLASSES, len(image)), boxes]))
 
 
-def raws(images: int, noisy: int, *, dfine: bool, seed: int = 0) -> list[Tensor]:
+def raws(images: int, noisy: int, *, dfine: bool, seed: int = 0) -> TrainingRaws:
     """Raw predictions of a training pass with ``noisy`` denoising queries, which need gradients.
 
     Each image's are drawn by themselves, so that an image has the same in every company.
     """
     drawn = [_of_image(noisy, dfine, np.random.default_rng((seed, image))) for image in range(images)]
     parts = [np.stack(part) for part in zip(*drawn, strict=True)] if drawn else _of_none(dfine)
-    return [torch.from_numpy(part).requires_grad_() for part in parts]
+    kind = DfineTrainingRaws if dfine else RtdetrTrainingRaws
+    return kind(*(torch.from_numpy(part).requires_grad_() for part in parts))
 
 
 def _of_image(noisy: int, dfine: bool, rng: np.random.Generator) -> list[np.ndarray]:
@@ -61,13 +61,11 @@ def _of_none(dfine: bool) -> list[np.ndarray]:
     return [part[None][:0] for part in _of_image(0, dfine, np.random.default_rng(0))]
 
 
-def of_images(parts: Sequence[Tensor], first: int, last: int, noisy: int) -> list[Tensor]:
+def of_images(parts: TrainingRaws, first: int, last: int, noisy: int) -> TrainingRaws:
     """The raw predictions of some images, whose denoising queries end at ``noisy``."""
-    picked = [part.detach()[first:last] for part in parts]
-    for at in (7, 8, 11, 12):
-        if at < len(picked):
-            picked[at] = picked[at][:, :, :noisy]
-    return [part.clone().requires_grad_() for part in picked]
+    picked = {name: part.detach()[first:last] for name, part in parts._asdict().items()}
+    picked |= {name: part[:, :, :noisy] for name, part in picked.items() if name.startswith("noisy")}
+    return type(parts)(**{name: part.clone().requires_grad_() for name, part in picked.items()})
 
 
 def bins() -> Tensor:

@@ -49,9 +49,10 @@ def recipe(**values):
 
 def perturbed_raws(images, noisy, *, dfine, seed=0):
     """Raw predictions, and the same numbers as leaves of another graph: float64, but D-FINE's reference is float32 only."""
-    made = [perturbed(part.detach()).requires_grad_() for part in raws(images, noisy, dfine=dfine, seed=seed)]
+    drawn = raws(images, noisy, dfine=dfine, seed=seed)
+    made = type(drawn)(*(perturbed(part.detach()).requires_grad_() for part in drawn))
     kind = torch.float32 if dfine else torch.float64
-    return made, [part.detach().to(kind, copy=True).requires_grad_() for part in made]
+    return made, type(made)(*(part.detach().to(kind, copy=True).requires_grad_() for part in made))
 
 
 def labels_of(targets, kind=torch.float64):
@@ -69,19 +70,17 @@ def compare_gradients(ours, theirs, predicted, reference, gains):
     mine = torch.autograd.grad((ours * gains).sum(), predicted, allow_unused=True)
     wanted = torch.autograd.grad(theirs, reference, allow_unused=True)
     largest = 0.0
-    for at, (part, expected) in enumerate(zip(mine, wanted, strict=True)):
-        if at < 3 or predicted[at].numel() == 0:
+    for name, raw, *gradients in list(zip(predicted._fields, predicted, mine, wanted, strict=True))[3:]:
+        if raw.numel() == 0:
             continue
-        part, expected = (
-            np.zeros(predicted[at].shape) if g is None else g.double().numpy() for g in (part, expected)
-        )
+        part, expected = (np.zeros(raw.shape) if g is None else g.double().numpy() for g in gradients)
         highest = np.abs(expected).max()
         largest = max(largest, np.abs(part - expected).max() / max(highest, 1e-9))
         compare(
             part,
             expected,
-            atol=(OF_CORNERS if at in (9, 11) else OF_HIGHEST) * highest,
-            name=f"gradient of raw prediction {at}",
+            atol=(OF_CORNERS if name.endswith("corners") else OF_HIGHEST) * highest,
+            name=f"gradient of {name}",
         )
     print(f"largest difference of a gradient: {largest:.1e} of the highest value of its raw prediction")
 
@@ -121,13 +120,17 @@ def test_terms_and_gradients_of_rtdetr(counts):
         "dn_num_group": groups,
         "dn_num_split": [noisy, QUERIES],
     }
-    joined = [torch.cat([reference[at + 4], reference[at]], 2) for at in (3, 4)]
+    boxes, logits, first = (
+        reference.all_boxes,
+        reference.all_logits,
+        (reference.cell_logits, reference.cell_boxes),
+    )
+    joined = [torch.cat([reference.noisy_boxes, boxes], 2), torch.cat([reference.noisy_logits, logits], 2)]
     whole, losses, _ = RTDetrForObjectDetectionLoss(
         joined[1][:, -1], labels_of(targets), "cpu", joined[0][:, -1], CONFIG, joined[1], joined[0],
-        reference[6], reference[5], meta if noisy else None,
+        *first, meta if noisy else None,
     ) if noisy else RTDetrForObjectDetectionLoss(
-        reference[4][:, -1], labels_of(targets), "cpu", reference[3][:, -1], CONFIG, reference[4], reference[3],
-        reference[6], reference[5], None,
+        logits[:, -1], labels_of(targets), "cpu", boxes[:, -1], CONFIG, logits, boxes, *first, None,
     )  # fmt: skip
     expected = {
         "cls": losses["loss_vfl"],
@@ -147,7 +150,7 @@ def test_matches_are_those_of_the_reference(queries):
     loss = RtdetrLoss(recipe(denoising=0), CLASSES)
     targets = loss.match(labels(*counts), 3, SIZE_HW)
     predicted, _ = perturbed_raws(3, 0, dfine=False)
-    boxes, logits = predicted[3][:, :, :queries], predicted[4][:, :, :queries]
+    boxes, logits = predicted.all_boxes[:, :, :queries], predicted.all_logits[:, :, :queries]
     pairs = Matching(boxes, logits, torch.from_numpy(targets.boxes), targets.classes).pairs()
     matcher = RTDetrHungarianMatcher(CONFIG)
     for layer in range(LAYERS):
@@ -195,9 +198,9 @@ def image_of_dfine(criterion, raw, label, restored, groups, class_loss):
     of_classes = getattr(criterion, f"loss_labels_{class_loss}")
     layers = [
         dict(zip(("pred_boxes", "logits"), part, strict=True))
-        for part in zip(raw[3].unbind(1), raw[4].unbind(1), strict=True)
+        for part in zip(raw.all_boxes.unbind(1), raw.all_logits.unbind(1), strict=True)
     ]
-    outputs = [{"pred_boxes": raw[5], "logits": raw[6]}, *layers]
+    outputs = [{"pred_boxes": raw.cell_boxes, "logits": raw.cell_logits}, *layers]
     own = [criterion.matcher(output, label) for output in outputs]
     joint = union_of([pairs[0] for pairs in own])
     size = max(len(joint[0][0]), 1)
@@ -220,23 +223,24 @@ def image_of_dfine(criterion, raw, label, restored, groups, class_loss):
 
     gains = [1.0, 5.0, 2.0, 0.15]
     for at, (output, pairs) in enumerate(zip(outputs, own, strict=True)):
-        found = all_of(output, pairs, joint, size, at - 2, raw[9], raw[10])
+        found = all_of(output, pairs, joint, size, at - 2, raw.corners, raw.references)
         if at == len(outputs) - 1:
             terms.update(zip(("cls", "box", "giou", "fgl"), found, strict=True))
         else:
             terms["aux"] += sum(gain * value for gain, value in zip(gains, found, strict=False))
     noisy = [
         dict(zip(("pred_boxes", "logits"), part, strict=True))
-        for part in zip(raw[7].unbind(1), raw[8].unbind(1), strict=True)
+        for part in zip(raw.noisy_boxes.unbind(1), raw.noisy_logits.unbind(1), strict=True)
     ]
     for at, output in enumerate(noisy if groups else []):
-        found = all_of(output, restored, restored, n * groups, at - 1, raw[11], raw[12])
+        corners, references = raw.noisy_corners, raw.noisy_references
+        found = all_of(output, restored, restored, n * groups, at - 1, corners, references)
         terms["denoise"] += sum(gain * value for gain, value in zip(gains, found, strict=False))
 
     count = len(joint[0][0])
     ratio = count, QUERIES - count
-    parts = [(layers[1:], raw[9], joint[0])]
-    parts += [(noisy[1:], raw[11], restored[0])] if groups else []
+    parts = [(layers[1:], raw.corners, joint[0])]
+    parts += [(noisy[1:], raw.noisy_corners, restored[0])] if groups else []
     for of_layers, corners, pairs in parts:
         is_match = torch.zeros(corners.shape[2], dtype=torch.bool)
         is_match[pairs[0]] = True
@@ -271,10 +275,9 @@ def test_terms_and_gradients_of_dfine(counts, class_loss):
     expected = dict.fromkeys(loss.terms, torch.zeros(()))
     for i, label in enumerate(labels_of(targets, torch.float32)):
         used = int((targets.noise_group[i] >= 0).sum())
-        raw = [
-            part[i : i + 1, :, :used] if at in (7, 8, 11, 12) else part[i : i + 1]
-            for at, part in enumerate(reference)
-        ]
+        raw = SimpleNamespace(**{name: part[i : i + 1] for name, part in reference._asdict().items()})
+        for name in ("noisy_boxes", "noisy_logits", "noisy_corners", "noisy_references"):
+            setattr(raw, name, getattr(raw, name)[:, :, :used])
         query = np.flatnonzero(targets.noise_label[i] >= 0)
         restored = [tuple(map(torch.from_numpy, (query, targets.noise_label[i][query])))]
         groups = int(targets.noise_group[i].max(initial=-1)) + 1

@@ -222,9 +222,8 @@ def test_predictions_are_those_of_transformers(name):
         for size_hw in SIZES_HW:
             x = images(*size_hw)
             raws, expected = model(x), reference(x)
-            assert len(raws) == 3
-            check(raws[0], expected.pred_boxes, f"boxes {size_hw}", largest)
-            check(raws[1], expected.logits, f"predicted logits {size_hw}", largest)
+            check(raws.boxes, expected.pred_boxes, f"boxes {size_hw}", largest)
+            check(raws.logits, expected.logits, f"predicted logits {size_hw}", largest)
     print(f"largest differences of {name}: {largest}")
 
 
@@ -266,19 +265,20 @@ def test_results_in_training_are_those_of_transformers(name, monkeypatch):
     x = images(160, 192, 4)  # enough pixels of the coarsest map for statistics that rounding does not move
     with torch.no_grad():
         raws, expected = model(x, targets), reference.model(x, labels=[{}])
-    assert torch.equal(raws[0], raws[3][:, -1]) and torch.equal(raws[1], raws[4][:, -1])
+    assert torch.equal(raws.boxes, raws.all_boxes[:, -1])
+    assert torch.equal(raws.logits, raws.all_logits[:, -1])
     results = [
-        (7, 3, "boxes", expected.intermediate_reference_points),
-        (8, 4, "logits", expected.intermediate_logits),
+        ("noisy_boxes", "all_boxes", expected.intermediate_reference_points),
+        ("noisy_logits", "all_logits", expected.intermediate_logits),
     ]
     if SMALL[name].family == "dfine":
-        results.append((11, 9, "corners", expected.intermediate_predicted_corners))
-        results.append((12, 10, "first boxes", expected.initial_reference_points))
+        results.append(("noisy_corners", "corners", expected.intermediate_predicted_corners))
+        results.append(("noisy_references", "references", expected.initial_reference_points))
     largest: dict[str, float] = {}
     d = targets.noise_group.shape[1]
-    for noisy, normal, label, value in results:
-        check(raws[noisy], value[:, :, :d], f"{label} of denoising", largest)
-        check(raws[normal], value[:, :, d:], label, largest)
-    check(raws[5], expected.enc_topk_bboxes, "encoder boxes", largest)
-    check(raws[6], expected.enc_topk_logits, "encoder logits", largest)
+    for noisy, normal, value in results:
+        check(getattr(raws, noisy), value[:, :, :d], noisy, largest)
+        check(getattr(raws, normal), value[:, :, d:], normal, largest)
+    check(raws.cell_boxes, expected.enc_topk_bboxes, "encoder boxes", largest)
+    check(raws.cell_logits, expected.enc_topk_logits, "encoder logits", largest)
     print(f"largest differences of {name}: {largest}")

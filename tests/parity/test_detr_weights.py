@@ -52,8 +52,8 @@ def equal_boxes(model, reference, tolerance=1e-4):
     x = images(96, 128)
     with torch.no_grad():
         raws, expected = model(x), reference(pixel_values=x)
-    compare(raws[0], expected.pred_boxes, atol=tolerance, name="boxes")
-    compare(raws[1], expected.logits, atol=5e-3, name="logits")
+    compare(raws.boxes, expected.pred_boxes, atol=tolerance, name="boxes")
+    compare(raws.logits, expected.logits, atol=5e-3, name="logits")
 
 
 # -- the authors' files ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 from yolofleet.families.dfine.loss import DfineLoss, distillation_shares, union
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.matching import Pairs
+from yolofleet.families.rtdetr.raws import DetrRaws, RtdetrTrainingRaws, TrainingRaws
 
 SIZE_HW = (64, 64)
 
@@ -25,10 +27,10 @@ def loss_of(family: str, **values: object) -> RtdetrLoss:
     return DfineLoss(recipe, CLASSES, bins(), REG_SCALE) if family == "dfine" else RtdetrLoss(recipe, CLASSES)
 
 
-def backward(loss: RtdetrLoss, predicted: list[Tensor], targets) -> tuple[Tensor, list[Tensor]]:
+def backward(loss: RtdetrLoss, predicted: TrainingRaws, targets) -> tuple[Tensor, Any]:
     sums = loss.sums(predicted, targets)
     gradients = torch.autograd.grad((sums * loss.gains).sum(), predicted, allow_unused=True)
-    return sums.detach(), [torch.zeros(0) if g is None else g for g in gradients]
+    return sums.detach(), type(predicted)(*(torch.zeros(0) if g is None else g for g in gradients))
 
 
 @pytest.fixture(params=["rtdetr", "dfine"])
@@ -51,10 +53,10 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(family: str, class_loss: str
         noisy = targets.noisy_boxes.shape[1]
         part, part_gradient = backward(loss, of_images(predicted, first, last, noisy), targets)
         sums, total = sums + part, total + targets.counts
-        for at, (theirs, whole_part) in enumerate(zip(part_gradient, gradient, strict=True)):
+        for name, theirs, whole_part in zip(gradient._fields, part_gradient, gradient, strict=True):
             if len(theirs):
                 wanted = whole_part[first:last]
-                wanted = wanted[:, :, :noisy] if at in (7, 8, 11) else wanted
+                wanted = wanted[:, :, :noisy] if name.startswith("noisy") else wanted
                 assert torch.allclose(theirs, wanted, rtol=1e-5, atol=1e-7)
     assert torch.allclose(sums, expected, rtol=1e-5)
     assert total.tolist() == whole.counts.tolist()
@@ -70,12 +72,14 @@ def test_background_alone_is_the_class_loss_of_background(family: str) -> None:
     def background(logits: Tensor) -> float:
         return (0.75 * logits.sigmoid() ** 2 * F.softplus(logits)).sum().item()
 
-    assert found["cls"] == pytest.approx(background(predicted[1]), rel=1e-5)
-    others = background(predicted[4]) - background(predicted[1]) + background(predicted[6])
+    assert found["cls"] == pytest.approx(background(predicted.logits), rel=1e-5)
+    others = (
+        background(predicted.all_logits) - background(predicted.logits) + background(predicted.cell_logits)
+    )
     assert found["aux"] == pytest.approx(others, rel=1e-5)
     assert found["box"] == found["giou"] == found["denoise"] == found.get("fgl", 0.0) == 0
     assert all(torch.isfinite(part).all() for part in gradient)
-    assert not gradient[3].any() and not gradient[5].any(), "boxes have no gradient"
+    assert not gradient.all_boxes.any() and not gradient.cell_boxes.any(), "boxes have no gradient"
     assert targets.counts.tolist() == [2 if term == "ddf" else 0 for term in loss.terms]
 
 
@@ -89,27 +93,27 @@ def test_a_validation_has_the_terms_of_the_last_layer(family: str) -> None:
     loss = loss_of(family)
     targets = loss.match(labels(4, 0), 2, SIZE_HW)
     predicted = raws(2, 200, dfine=family == "dfine")
-    sums = dict(zip(loss.terms, loss.sums(predicted[:3], targets).tolist(), strict=True))
+    sums = dict(zip(loss.terms, loss.sums(DetrRaws(*predicted[:3]), targets).tolist(), strict=True))
     whole = dict(zip(loss.terms, loss.sums(predicted, targets).tolist(), strict=True))
     assert sums["cls"] == pytest.approx(whole["cls"])
     assert sums["box"] > 0 and sums["giou"] > 0
     assert sums["aux"] == sums["denoise"] == 0
 
 
-@pytest.mark.parametrize("at", [3, 4, 5, 6, 7, 8])
-def test_a_prediction_that_is_not_finite_gives_a_gradient_that_is_not_finite(family: str, at: int) -> None:
+@pytest.mark.parametrize("name", RtdetrTrainingRaws._fields[3:])
+def test_a_prediction_that_is_not_finite_gives_a_gradient_that_is_not_finite(family: str, name: str) -> None:
     """Then the step changes nothing and the run names it, whatever layer it is."""
     loss = loss_of(family)
     targets = loss.match(labels(2, 1), 2, SIZE_HW)
     predicted = raws(2, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     with torch.no_grad():
-        predicted[at][0] = float("nan")
+        getattr(predicted, name)[0] = float("nan")
     sums, gradient = backward(loss, predicted, targets)
     assert sums.isnan().any()
-    assert gradient[at].isnan().any()
-    if at < 7:  # an output that is matched
+    assert getattr(gradient, name).isnan().any()
+    if not name.startswith("noisy"):  # an output that is matched
         assert sums.isnan().all()
-        assert gradient[4].isnan().all()
+        assert gradient.all_logits.isnan().all()
 
 
 def test_more_labels_than_queries_leave_labels_out(family: str) -> None:
@@ -118,7 +122,7 @@ def test_more_labels_than_queries_leave_labels_out(family: str) -> None:
     predicted = raws(1, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     sums, gradient = backward(loss, predicted, targets)
     assert sums.isfinite().all()
-    assert (gradient[5] != 0).any(2).sum() == QUERIES, "each query of the encoder has a label"
+    assert (gradient.cell_boxes != 0).any(2).sum() == QUERIES, "each query of the encoder has a label"
 
 
 def test_two_passes_have_equal_bits(family: str) -> None:
@@ -134,7 +138,7 @@ def test_half_precision_predictions_give_float32_sums(family: str) -> None:
     loss = loss_of(family)
     targets = loss.match(labels(6, 0), 2, SIZE_HW)
     predicted = raws(2, targets.noisy_boxes.shape[1], dfine=family == "dfine")
-    sums = loss.sums([part.bfloat16() for part in predicted], targets)
+    sums = loss.sums(type(predicted)(*(part.bfloat16() for part in predicted)), targets)
     assert sums.dtype == torch.float32
     assert torch.allclose(sums, loss.sums(predicted, targets), rtol=0.05)
 
@@ -220,7 +224,7 @@ def test_a_gpu_gives_equal_bits_twice_and_the_values_of_the_cpu(family: str, cla
     predicted = raws(3, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     expected, wanted = backward(loss, predicted, targets)
     loss.gains = loss.gains.cuda()
-    on_gpu = [part.detach().cuda().requires_grad_() for part in predicted]
+    on_gpu = type(predicted)(*(part.detach().cuda().requires_grad_() for part in predicted))
     (sums, gradient), (again, same) = (backward(loss, on_gpu, targets) for _ in range(2))
     assert torch.equal(sums, again)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradient, same, strict=True))

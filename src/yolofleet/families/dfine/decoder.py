@@ -13,6 +13,7 @@ from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
 from yolofleet.families.rtdetr.decoder import Context, DecoderLayer, QueryDecoder, last_of
 from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.families.rtdetr.raws import DfineTrainingRaws
 
 BINS = 33
 UP = 0.5  # an edge moves by at most this part of the box's side, except by the outermost bins
@@ -54,6 +55,7 @@ class DfineDecoder(QueryDecoder):
     """The first layer's own box head places a box; all layers then add to the distributions of its edges' distances."""
 
     box_values = 4 * BINS
+    training_raws = DfineTrainingRaws
 
     def __init__(self, description: DfineDescription, nc: int) -> None:
         super().__init__(description, nc)

@@ -12,7 +12,6 @@ this equals the original, and no fleet changes it. Parity: tests/parity/test_det
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of
 from yolofleet.families.rtdetr.matching import Pairs, at_each, giou
+from yolofleet.families.rtdetr.raws import DetrRaws, DfineTrainingRaws, TrainingRaws
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
@@ -50,23 +50,22 @@ class DfineLoss(RtdetrLoss):
         self.weights = torch.cat([self.weights, torch.tensor([recipe.fgl_gain])])
         self.gains = torch.cat([self.weights, torch.tensor([recipe.ddf_gain, 1.0, 1.0])])
 
-    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+    def sums(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> Tensor:
         """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
         normal, noisy, truth, matching, denoised = self.begun(raws, targets)
         (outputs, queries), pairs = normal.boxes.shape[1:3], matching.pairs()
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
-        if len(raws) == 3:  # a validation
+        if not isinstance(raws, DfineTrainingRaws):  # a validation
             return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor
 
-        corners, references, noisy_corners, noisy_references = (raw.float() for raw in raws[9:])
-        layers = corners.shape[1]
+        layers = raws.corners.shape[1]
         shares, noise_shares = distillation_shares(joined, targets, queries)
         each = at_each(layers, *joined)
-        fgl, ddf = self._local(normal, corners, references, each, truth, shares)
+        fgl, ddf = self._local(normal, raws.corners, raws.references, each, truth, shares)
         restored = noise_of(Outputs(noisy.boxes[:, -layers:], noisy.logits), targets)[0]
         noise_fgl, noise_ddf = self._local(
-            noisy, noisy_corners, noisy_references, restored, truth, noise_shares
+            noisy, raws.noisy_corners, raws.noisy_references, restored, truth, noise_shares
         )
 
         gains = to_device(self.weights, fgl.device)
@@ -93,9 +92,9 @@ class DfineLoss(RtdetrLoss):
             pairs: at each layer.
             shares: see :func:`distillation_shares`.
         """
-        layers = corners.shape[1]
+        layers, references = corners.shape[1], references.float()
         boxes, logits = outputs.boxes[:, -layers:], outputs.logits[:, -1].detach()
-        corners = corners.unflatten(3, (4, -1))  # [N, L, Q, 4, R + 1]
+        corners = corners.float().unflatten(3, (4, -1))  # [N, L, Q, 4, R + 1]
         output, image, query, label = pairs.on(corners.device)
         with torch.no_grad():
             iou = giou(boxes[image, output, query], truth.boxes[image, label])[0]  # [M]
@@ -106,7 +105,7 @@ class DfineLoss(RtdetrLoss):
         # the last layer teaches the earlier ones; a match weighs by its own IoU, another query by the teacher's score
         students, teacher = corners[:, :-1] / TEMPERATURE, corners[:, -1:].detach() / TEMPERATURE
         weight = logits.sigmoid().amax(-1)[:, None].repeat(1, layers - 1, 1)  # [N, L - 1, Q]
-        taught = len(pairs.output) * (layers - 1) // layers
+        taught = np.count_nonzero(pairs.output < layers - 1)  # pairs are sorted by output
         weight[image[:taught], output[:taught], query[:taught]] = iou[:taught]
         log_teacher = teacher.log_softmax(-1)
         divergence = (log_teacher.exp() * (log_teacher - students.log_softmax(-1))).sum((3, 4))
@@ -158,17 +157,17 @@ def distillation_shares(
     is_match = np.zeros((len(targets.classes), queries), bool)
     is_match[joined[0], joined[1]] = True
     count = is_match.sum(1, keepdims=True)
-    near, far = np.sqrt(count), np.sqrt(queries - count)
-    shares = near / (near + far), far / (near + far)
+    of_matches, of_others = np.sqrt(count), np.sqrt(queries - count)
+    weights = of_matches / (of_matches + of_others), of_others / (of_matches + of_others)
 
-    def over(matches: np.ndarray, others: np.ndarray) -> np.ndarray:
-        parts = zip(shares, (matches, others), strict=True)
-        means = [share * mine / np.maximum(4 * mine.sum(1, keepdims=True), 1) for share, mine in parts]
-        joint: np.ndarray = sum(means).astype(np.float32)
-        return joint
+    def share_of_each(matches: np.ndarray, others: np.ndarray) -> np.ndarray:
+        parts = zip(weights, (matches, others), strict=True)
+        means = [weight * part / np.maximum(4 * part.sum(1, keepdims=True), 1) for weight, part in parts]
+        shares: np.ndarray = sum(means).astype(np.float32)
+        return shares
 
-    is_near, is_query = targets.noise_label >= 0, targets.noise_group >= 0
-    return over(is_match, ~is_match), over(is_near, is_query & ~is_near)
+    is_near_copy, is_query = targets.noise_label >= 0, targets.noise_group >= 0
+    return share_of_each(is_match, ~is_match), share_of_each(is_near_copy, is_query & ~is_near_copy)
 
 
 def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> DfineLoss:

@@ -48,7 +48,7 @@ class DetectionLoss(Protocol):
         """
         ...
 
-    def sums(self, raws: Sequence[Tensor], targets: Any) -> Tensor:
+    def sums(self, raws: Any, targets: Any) -> Tensor:
         """Return float32 [T], differentiable. A loss that matches predictions does so here, without gradient.
 
         With ``predicted_divisor`` return [T + 1]. The last value is this micro-batch's part of the divisor; it is at

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from yolofleet.families.rtdetr.attention import DeformableAttention
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, SelfAttention, inverse_sigmoid, tokens_of, xavier
 from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.families.rtdetr.raws import DetrRaws, RtdetrTrainingRaws, TrainingRaws
 from yolofleet.support.devices import to_device
 
 CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
@@ -78,9 +79,11 @@ class QueryDecoder(nn.Module):
 
     Attributes:
         box_values: outputs of each layer's box head.
+        training_raws: the class of its results in training.
     """
 
     box_values = 4
+    training_raws: Any = RtdetrTrainingRaws
 
     def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__()
@@ -106,11 +109,14 @@ class QueryDecoder(nn.Module):
     def project(self, in_channels: int, out: int) -> nn.Module:
         return ConvNorm(in_channels, out)
 
-    def forward(self, maps: Sequence[Tensor], targets: Any, cells: Tensor | None = None) -> list[Tensor]:
-        """Return the raw predictions that the network's class describes, without the sizes of the images.
+    def forward(
+        self, maps: Sequence[Tensor], size_hw: Sequence[int], targets: Any, cells: Tensor | None = None
+    ) -> DetrRaws | TrainingRaws:
+        """Return the raw predictions.
 
         Args:
             maps: of the encoder, the finest first.
+            size_hw: of the images, pixels.
             targets: as of :class:`DetrNetwork`.
             cells: int64 [N, Q] that become queries; None: those with the highest scores.
         """
@@ -123,13 +129,19 @@ class QueryDecoder(nn.Module):
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
         results = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
+        ones = torch.ones_like(
+            results[0][-1][:, :1, 0]
+        )  # [N, 1]; on the device, so that the host does not wait
+        sides = torch.cat([ones * size_hw[1], ones * size_hw[0]] * 2, 1)
         if not is_full:
-            return [of_layers[-1] for of_layers in results[:2]]
+            return DetrRaws(results[0][-1], results[1][-1], sides)
         raws = [torch.stack(of_layers, 1) for of_layers in results]
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
-        last = [normal[0][:, -1], normal[1][:, -1]]
-        return [*last, *normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:]]
+        last = DetrRaws(normal[0][:, -1], normal[1][:, -1], sides)
+        layers = (*normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:])
+        found: TrainingRaws = self.training_raws(*last, *layers)
+        return found
 
     def memory_of(self, maps: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """Return the cells [N, S, W] of all maps of the encoder, and the sizes of the maps."""

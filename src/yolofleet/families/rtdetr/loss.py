@@ -1,7 +1,7 @@
 """RT-DETR's loss (arXiv:2304.08069, arXiv:2407.17140) as sums: class, L1 and GIoU of every output of the network.
 
 N images, G labels of the image that has most, Q queries, D denoising queries, P outputs (encoder, then decoder layers),
-C classes, M matches. Raw predictions are in the network's format (``network.py``). Everything here is float32, because
+C classes, M matches. Everything here is float32, because
 areas of small boxes and their products underflow in fp16.
 
 Each image is treated by itself, and all terms are divided by the labels of the step. A label weighs as much in the
@@ -24,6 +24,7 @@ from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.losses.loss import Key
 from yolofleet.families.rtdetr.denoising import MOST_LABELS, Targets, denoising_groups, padded
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
+from yolofleet.families.rtdetr.raws import DetrRaws, TrainingRaws
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
@@ -48,13 +49,14 @@ class Truth(NamedTuple):
     classes: Tensor  # [N, G]
 
 
-def outputs_of(raws: Sequence[Tensor]) -> tuple[Outputs, Outputs]:
+def outputs_of(raws: DetrRaws | TrainingRaws) -> tuple[Outputs, Outputs]:
     """Return the outputs of normal queries, and of denoising queries. A validation has only those of the last layer."""
-    if len(raws) == 3:
-        boxes, logits = (raw[:, None].float() for raw in raws[:2])
+    if isinstance(raws, DetrRaws):
+        boxes, logits = raws.boxes[:, None].float(), raws.logits[:, None].float()
         return Outputs(boxes, logits), Outputs(boxes[:, :0, :0], logits[:, :0, :0])
-    normal = (torch.cat([raws[i + 2][:, None], raws[i]], 1).float() for i in (3, 4))
-    return Outputs(*normal), Outputs(raws[7].float(), raws[8].float())
+    boxes = torch.cat([raws.cell_boxes[:, None], raws.all_boxes], 1).float()
+    logits = torch.cat([raws.cell_logits[:, None], raws.all_logits], 1).float()
+    return Outputs(boxes, logits), Outputs(raws.noisy_boxes.float(), raws.noisy_logits.float())
 
 
 class RtdetrLoss:
@@ -95,7 +97,7 @@ class RtdetrLoss:
             key=lambda n: (n * denoising_groups(n, self.recipe.denoising), n),
         )
 
-    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+    def sums(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> Tensor:
         """Return float32 [5], differentiable; NaN with gradients of NaN if a cost of the matching is not finite.
 
         Host synchronisation: see :meth:`Matching.pairs`.
@@ -108,7 +110,7 @@ class RtdetrLoss:
         return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor
 
     def begun(
-        self, raws: Sequence[Tensor], targets: Targets
+        self, raws: DetrRaws | TrainingRaws, targets: Targets
     ) -> tuple[Outputs, Outputs, Truth, Matching, Tensor]:
         """Return normal and denoising outputs, labels, the begun matching, and the losses of denoising queries, [P, 3]."""
         normal, noisy = outputs_of(raws)

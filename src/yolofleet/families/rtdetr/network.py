@@ -1,6 +1,6 @@
 """RT-DETRv2 networks (arXiv:2304.08069, arXiv:2407.17140): ResNet-vd, hybrid encoder, decoder with denoising queries.
 
-N images, L decoder layers, Q queries (fewer on images with fewer cells), D denoising queries, C classes.
+N images, Q queries, C classes.
 tests/parity/test_detr_parity.py compares outputs, parameter counts and names with transformers.
 """
 
@@ -20,21 +20,11 @@ from yolofleet.families.rtdetr.blocks import SelfAttention
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
+from yolofleet.families.rtdetr.raws import DetrRaws, TrainingRaws
 
 
 class DetrNetwork(Detector):
-    """Backbone, encoder and decoder. Its raw predictions are, N first:
-
-        0  boxes [N, Q, 4] cx, cy, w, h in 0..1 of the last layer
-        1  class logits [N, Q, C]
-        2  sides of the images, pixels [N, 4]: w, h, w, h
-
-    In training, or with targets, they go on with:
-
-        3, 4  boxes [N, L, Q, 4] and class logits [N, L, Q, C] of all layers
-        5, 6  boxes [N, Q, 4] and class logits [N, Q, C] of the cells that became queries
-        7, 8  boxes [N, L, D, 4] and class logits [N, L, D, C] of the denoising queries; D = 0 without targets or labels
-    """
+    """Backbone, encoder and decoder."""
 
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
@@ -55,14 +45,14 @@ class DetrNetwork(Detector):
         """The module from images to the encoder's maps [N, C, H / s, W / s] of all strides s."""
         return nn.Sequential(self.backbone, self.encoder)
 
-    def forward(
+    def forward(  # type: ignore[override]  # it returns a named tuple
         self,
         images: Tensor,
         targets: Any = None,
         features: Sequence[Tensor] | None = None,
         cells: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Return the tensors described at the class.
+    ) -> DetrRaws | TrainingRaws:
+        """Return the predictions of the last layer; in training, or with targets, those that the loss reads.
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
@@ -71,15 +61,12 @@ class DetrNetwork(Detector):
             cells: int64 [N, Q] that become queries; None: those with the highest scores.
         """
         maps = self.encoder(self.backbone(images)) if features is None else features
-        boxes, logits, *others = self.decoder(maps, targets, cells)
-        height, width = images.shape[2:]
-        ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait
-        sides = torch.cat([ones * width, ones * height] * 2, 1)
-        return [boxes, logits, sides, *others]
+        raws: DetrRaws | TrainingRaws = self.decoder(maps, images.shape[2:], targets, cells)
+        return raws
 
-    def decode(self, raws: Sequence[Tensor]) -> Decoded:
+    def decode(self, raws: DetrRaws | TrainingRaws) -> Decoded:  # type: ignore[override]
         """Return the predictions of the queries, float32."""
-        boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
+        boxes, scores = raws.boxes.float() * raws.sides[:, None], raws.logits.float().sigmoid()
         return Decoded.of(boxes, scores)
 
     def choices(self, image: Tensor) -> Iterator[Decoded]:
