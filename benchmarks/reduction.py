@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
-from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.detector import Detector
@@ -140,13 +140,13 @@ def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[s
     """Medians of the modes of ``job`` for one image size and one partition. Collective: every rank."""
     shares, img, images = case["shares"], case["img"], case["micro_batch"]
     total, first = sum(shares), sum(shares[: world.rank])
-    recipe = Recipe()
 
     def network() -> Detector:
         model = build_model(describe(job["model"]), 3, seed=0).train()
         return cast(Detector, cast(Any, model).to(memory_format=torch.channels_last))
 
     model = network()
+    recipe: Recipe = family_of(model.description).hyperparameters()
     loss = family_loss(model, recipe, img)
     per_pass = case.get("per_pass", 1)
     mine = [

@@ -70,8 +70,7 @@ SUPPRESSION = {
     ("nms.py:_nms_of_images", "aten::_local_scalar_dense"),  # whether another block is needed
     ("nms.py:_nms_of_images", "aten::index"),  # boxes that are left
     ("nms.py:_nms_of_images", "copy to the host"),  # how many there are of each image
-    ("batches.py:native_detections", "copy to the host"),  # the result
-    ("predictor.py:_pass", "copy to the host"),  # the result
+    ("task.py:found", "copy to the host"),  # the result
 }
 
 

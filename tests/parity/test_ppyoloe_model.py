@@ -144,14 +144,14 @@ def test_features_boxes_and_kept_boxes_are_the_originals(size, layout, outputs):
     with torch.no_grad():
         fine, _, coarse = model.backbone(images)
         neck = model.neck(model.backbone(images))
-        decoded = model.decode(model(images)).rows
+        decoded = model.decode(model(images))
     maps = {"backbone_s8": fine, "backbone_s32": coarse, "neck_s8": neck[2], "neck_s32": neck[0]}
     for name, found in maps.items():  # channels 0, 2, 4, 6 of the first image
         compare(found[0, :8:2], expected[name], atol=2e-4 * np.abs(expected[name]).max())
-    scores = decoded[..., 5:].transpose(1, 2)[:, :, ::3]
+    scores = decoded.probabilities.transpose(1, 2)[:, :, ::3]
     compare(scores.reshape(-1)[::5], expected["scores.every5"], atol=1e-4)
-    assert (decoded[..., 4] == 1).all()
-    boxes = xyxy_from_cxcywh(decoded[..., :4]).numpy()
+    assert (decoded.objectness == 1).all()
+    boxes = xyxy_from_cxcywh(decoded.boxes).numpy()
     compare(boxes, expected["boxes"], atol=0.03)  # of up to 556 pixels; perturbations move 0.007
 
     found, _ = detections(decoded, conf=0.01, iou=0.7, max_det=300, multi_label=True)

@@ -54,10 +54,7 @@ MAY_OPEN = {
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "runs/report/page.py:page_texts": "the template, style and script that come with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
-    **dict.fromkeys(
-        ("support/system/proc.py:text_of", "training/rank/autobatch.py:peaks"),
-        "files of the kernel in /proc and /sys",
-    ),
+    "support/system/proc.py:text_of": "files of the kernel in /proc and /sys",
     **dict.fromkeys(("fleet/hosts/requests.py:packed", "fleet/hosts/requests.py:take"), "an archive in memory"),
     "fleet/launch/folders.py:_claim_on": "a new file with a random name",
     "fleet/hosts/remote.py:login": "opens a connection, not a file",

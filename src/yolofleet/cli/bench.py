@@ -22,7 +22,7 @@ from yolofleet.storage.atomic import emit_json, writing
 from yolofleet.support.errors import ConfigError
 
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
-RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
+RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "close_mosaic=0")
 SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import RunSettings
 from yolofleet.support.errors import ConfigError, install_hint
-from yolofleet.support.text import did_you_mean, shown
+from yolofleet.support.text import did_you_mean, quoted, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger
 PACKAGES = {
@@ -116,7 +116,7 @@ def check_usable(config: RunSettings) -> None:
             raise ConfigError(
                 f"--log {name}={address} is on another machine, and {OFFLINE} is set",
                 source="environment",
-                hint=f"unset it, or --log {name}: the logger then writes into the run folder",
+                hint=f"unset it, or --log {quoted(name)}: the logger then writes into the run folder",
             )
     for name in logger_names(config):
         package = PACKAGES[name]

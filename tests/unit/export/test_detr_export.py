@@ -75,6 +75,8 @@ def test_what_a_format_cannot_hold_is_refused_before_a_file_is_written(model, wo
     )
     with pytest.raises(ConfigError, match=says) as caught:
         check_format(FORMATS[name], config, model)
-    offered = str(caught.value.hint).rpartition("--format ")[2].replace(", ", " or ").split(" or ")
-    for other in offered:  # no hint leads to another refusal
+    _, found, offered = str(caught.value.hint).rpartition("--format ")
+    for other in (
+        offered.replace(", ", " or ").split(" or ") if found else ()
+    ):  # no hint leads to another refusal
         check_format(FORMATS[other], config, model)

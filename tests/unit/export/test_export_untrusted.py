@@ -172,7 +172,7 @@ def test_a_foreign_file_in_the_form_of_yolov5s_export_is_understood(onnx_model, 
     runtime = open_exported(tmp_path / "a.onnx")
     assert runtime.names == ("person", "dog's", "traffic light")
     assert (runtime.metadata.size_hw, runtime.metadata.batch, runtime.strides) == (SIZE_HW, 1, (8, 16, 32))
-    assert runtime(torch.zeros(2, 3, *SIZE_HW)).shape == (2, 3 * (96 + 24 + 6), 8)
+    assert runtime(torch.zeros(2, 3, *SIZE_HW)).rows.shape == (2, 3 * (96 + 24 + 6), 8)
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ class FakeHost(Remote):
         ({"fleet": "f.yaml"}, "--fleet f.yaml"),
         (
             {"hosts": "a", "recipe_class": "m:R", "callbacks": ("m:A", "m:B"), "preempt_notice": "./n 5"},
-            "--hosts a --preempt-notice './n 5' --recipe-class m:R --callbacks m:A --callbacks m:B",
+            "--hosts a --recipe-class m:R --preempt-notice './n 5' --callbacks m:A --callbacks m:B",
         ),
     ],
 )

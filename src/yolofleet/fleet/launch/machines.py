@@ -74,7 +74,9 @@ class RunPlan:
         host, model = fleet.hosts[number], type(config.value)
         left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
         own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
-        own |= {"device": host.device, "shares": shares}
+        own |= {"device": host.device}
+        if "shares" in model.model_fields:
+            own["shares"] = shares
         sources = {**dict.fromkeys(left, DEFAULT), "device": fleet.source}
         if host.data:
             own["data"], sources["data"] = host.data, fleet.source

@@ -1,1 +1,1 @@
-"""Validation on all ranks, COCO and VOC metrics, and kinds of errors."""
+"""Validation on all ranks."""

@@ -149,7 +149,7 @@ def check_format(format: Format, config: ExportConfig, model: Detector) -> None:
             f"--format {form} cannot hold {model.description.name}: {reason}"
             if possible
             else f"{format.name} does not support {flag}",
-            hint=f"leave out {flag}, or use --format {able}"
+            hint=(f"leave out {flag}" + (f", or use --format {able}" if able else ""))
             if flag
             else "--format onnx, torchscript or openvino",
         )

@@ -105,7 +105,7 @@ WITHOUT_TENSORFLOW = (
 )
 ENGINE = (
     "an engine fits one model of GPU and one version of TensorRT",
-    "--format onnx, and trtexec --onnx=FILE --saveEngine=FILE of TensorRT where the engine will run",
+    "--format onnx, whose file TensorRT's trtexec turns into an engine where it will run",
 )
 REFUSED = {  # reason and hint
     **dict.fromkeys(("tensorrt", "engine"), ENGINE),

@@ -1,1 +1,1 @@
-"""Images to boxes: ``yolofleet predict``."""
+"""Images to what is in them: ``yolofleet predict``."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe
-from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.format import non_finite
 from yolofleet.measure.steps import random_micro_batch
@@ -42,8 +42,9 @@ class Training:
         precision: str = "fp32",
         per_pass: int = 1,
     ) -> None:
-        self.precision, self.world, recipe = precision, World.single(device), Recipe()
+        self.precision, self.world = precision, World.single(device)
         description = describe(model)
+        recipe: Recipe = family_of(description).hyperparameters()
         network = build_model(description, CLASSES).to(device).train()
         self.loss = family_loss(network, recipe, IMG)
         replicas = Replicas.build(network, [device], self.world, synced=False)
