@@ -23,8 +23,6 @@ SMALLEST_SIDE_PX = 2.0
 SMALLEST_AREA_LEFT = 0.1
 LARGEST_ASPECT = 100.0
 
-Pasted = tuple[int, np.ndarray, list[np.ndarray]]  # class; box x1, y1, x2, y2 and polygons [k, 2] in pixels
-
 
 @dataclass(frozen=True)
 class Shapes(Table):
@@ -62,12 +60,12 @@ class Shapes(Table):
         middle, half = self.boxes[:, :2] * size, self.boxes[:, 2:] * size / 2
         return np.concatenate([middle - half, middle + half], axis=1)
 
-    def with_pasted(self, pasted: Sequence[Pasted], size_wh: np.ndarray) -> Self:
-        """Return these labels and those of objects pasted into the image, whose size is in pixels."""
-        corners = np.stack([box for _, box, _ in pasted])
+    def with_pasted(self, pasted: Sequence[tuple[int, np.ndarray]], size_wh: np.ndarray) -> Self:
+        """Return these labels and those of objects pasted into the image: class, and x1, y1, x2, y2 in pixels."""
+        corners = np.stack([box for _, box in pasted])
         low, high = corners[:, :2], corners[:, 2:]
         boxes = np.concatenate([(low + high) / 2 / size_wh, (high - low) / size_wh], axis=1)
-        return self.joined([self, self.of_image(np.array([number for number, _, _ in pasted]), boxes)])
+        return self.joined([self, self.of_image(np.array([number for number, _ in pasted]), boxes)])
 
     def mapped(self, places: np.ndarray, view: View, look: Look) -> Self:
         """Return the labels as the network sees them, in fractions of the shown part; drop those of which too little is left.

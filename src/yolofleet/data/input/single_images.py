@@ -69,8 +69,7 @@ def paste_objects(
         where = mask[:, ::step, None].astype(bool)
         np.copyto(image[top : top + height, left : left + width], patch[:, ::step], where=where)
         boxes = np.concatenate([boxes, box[None]])
-        placed = [(polygon - low) * [step, 1] + [left + width * (step < 0), top] for polygon in points]
-        pasted.append((number, box, placed))
+        pasted.append((number, box))
     return image, labels.with_pasted(pasted, size) if pasted else labels
 
 
