@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
 
+from yolofleet.families.family import Family
+from yolofleet.families.recipe_class import load_recipe_class
+from yolofleet.families.table import FAMILIES
+
 TOY = Path(__file__).resolve().parents[1] / "toy_task" / "circles.py"
 CODE = ["--recipe-class", "circles.py:Circular"]
 SMALL = ["--img", "64", "--batch", "6", "--nominal-batch", "6", "--micro-batch", "2", "--workers", "0"]
@@ -81,6 +85,17 @@ def test_it_validates_and_predicts_circles(folder: Path, one: Path) -> None:
         )
         unknown = called("val", "--weights", weights, *DATA)
         assert unknown.code == 3 and "--recipe-class" in unknown.err
+
+
+def test_labels_for_a_trial_of_memory_are_those_of_its_loss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "circles", Family("circles", list, list, list))  # forgotten after the test
+    with working_in(folder):
+        family = load_recipe_class("circles.py:Circular").family
+    assert family is not None
+    targets = family.loss(None, None, 64).match(family.task.made_up(3), 1, (64, 64))  # type: ignore[operator]
+    assert targets.counts.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("format", ["torchscript", "onnx"])

@@ -58,14 +58,16 @@ class FoundCircles(Found):
 class CircleTask(Task):
     name, decoded = "circles", Decoded
     nothing = FoundCircles(np.zeros(0, int), np.zeros(0, int), np.zeros(0, np.float32), np.zeros((0, 3)))
-    columns = {"metrics/overlap": "overlap"}
-    of_class = {"overlap": "overlap"}
+    columns, of_class = {"metrics/overlap": "overlap"}, {"overlap": "overlap"}
     fitness_of = {"overlap": 1.0}
 
     def labels(self, index, image):
         found, (width, height) = index.labels(image), index.sizes_wh[image]
         radii = np.minimum(found.boxes[:, 2] * width, found.boxes[:, 3] * height) / 2 / width
         return Circles(found.image, found.classes, found.boxes, radii.astype(np.float32))
+
+    def made_up(self, objects):
+        return Circles(radii=np.full(objects, 0.25, np.float32), **vars(super().made_up(objects)))
 
     def found(self, decoded, limits):
         best, classes = (part.cpu().numpy() for part in decoded.scores.max(2))
@@ -93,7 +95,7 @@ class CircleTask(Task):
             mine, images = value[class_idx == number], np.unique(image[class_idx == number])
             overlap = float(mine.mean()) if len(mine) else -1.0
             of_class[name] = {"overlap": overlap, "images": len(images), "labels": len(mine)}
-        return Metrics({"overlap": float(value.mean())}, of_class)
+        return Metrics({"overlap": float(value.mean()) if len(value) else -1.0}, of_class)
 
     def difference(self, ours, theirs, size_hw, *, in_order):
         place, score = (float((mine - other).abs().max()) for mine, other in zip(ours, theirs, strict=True))

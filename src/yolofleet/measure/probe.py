@@ -35,6 +35,7 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.foreign import open_foreign
 from yolofleet.support import devices
 from yolofleet.support.system.cgroup import available_bytes, cpu_quota
+from yolofleet.tasks.table import task_of
 from yolofleet.training.parallel.process import usable_cores
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import training_samples
@@ -227,7 +228,13 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     whole = cache(files.get)
     kept = SimpleNamespace(get=lambda image, seen=None: whole(image))  # an image cache that holds all images
     samples = training_samples(
-        config, network.recipe.value, run.data.train, kept, img=network.img, stride=network.stride
+        config,
+        network.recipe.value,
+        run.data.train,
+        kept,
+        img=network.img,
+        stride=network.stride,
+        labels=task_of(network.model).labels,
     )
 
     def seconds() -> float:

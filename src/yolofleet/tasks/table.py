@@ -19,7 +19,7 @@ def task_of(model: Any) -> Task:
         ConfigError: no task has that name; its code must be named.
     """
     own: list[Task] = [family.task for family in FAMILIES.values() if family.task is not None]
-    found = BUILT_IN | {task.name: task for task in own}
+    found = {task.name: task for task in own} | BUILT_IN
     if model.task not in found:
         raise ConfigError(
             f"the network finds {model.task!r}, a task of a recipe class, which must be named",

@@ -76,7 +76,7 @@ class Metrics:
 
     Attributes:
         figures: by name; -1 means that there are no objects.
-        per_class: figures by name of each class.
+        per_class: figures by name of each class, among them ``images`` and ``labels``, their numbers.
     """
 
     figures: Mapping[str, float]
@@ -103,12 +103,14 @@ class Task:
 
     Attributes:
         name: in networks, weights, exported files and messages.
-        decoded: the named tuple of decoded predictions, tensors whose first dimension is N. Its fields are the outputs of an
-            exported file.
-        nothing: the empty table of what was found in several images, which has ``image`` and ``scores``.
+        decoded: the named tuple of decoded predictions, tensors whose first dimension is N. With a method ``of_classes(numbers)``
+            a validation may bring the classes into the order of the data set.
+        nothing: the empty table of what was found in several images, which has ``image`` and ``scores``; of the class that
+            ``found`` returns, unless ``collected`` makes another one.
         columns: the figure of each column of results.csv.
-        of_class: figures on the screen, and the names of the same figures of one class.
-        fitness_of: the weight of figures in the number that chooses the best weights.
+        of_class: figures on the screen, and the names of the same figures of one class. The last one is in 0..1, -1 without
+            labels; ``--sampler weights`` follows it.
+        fitness_of: the weight of figures in the number that chooses the best weights: the highest, and at least 0.
     """
 
     name: str
@@ -118,6 +120,12 @@ class Task:
     of_class: Mapping[str, str]
     fitness_of: Mapping[str, float]
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs of an exported file, in the order of the fields of ``decoded``."""
+        fields: tuple[str, ...] = self.decoded._fields
+        return fields
+
     # -- labels
 
     def labels(self, index: DataIndex, image: int) -> Shapes:
@@ -125,7 +133,7 @@ class Task:
         return index.labels(image)
 
     def made_up(self, objects: int) -> Shapes:
-        """Return labels of an image for a trial of memory: objects of half an image match many cells."""
+        """Return labels, of the class of ``labels``, for a trial of memory: objects of half an image match many cells."""
         return Shapes.of_image(np.zeros(objects), np.full((objects, 4), 0.5))
 
     # -- predictions

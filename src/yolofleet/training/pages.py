@@ -94,8 +94,7 @@ class RunPages:
         with self._drawing():
             or_note(self.world.console.note, picture, plot_results, self.folder.results_csv, picture)
             if evaluation is not None:
-                task, found, note = evaluation.task, evaluation.detections, self.world.console.note
-                task.plots(evaluation.metrics, found, self.splits[-1], self.folder.plots, note)
+                draw_validation(evaluation, self.splits[-1], self.folder.plots, self.world.console.note)
         if evaluation is None:
             return []
         names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
@@ -107,6 +106,14 @@ class RunPages:
             return self.world.is_main and or_note(
                 self.world.console.note, self.folder.report, write_report, self.folder
             )
+
+
+def draw_validation(
+    evaluation: Evaluation, index: DataIndex, folder: Path, note: Callable[[str], None]
+) -> None:
+    """Draw a validation as its task does."""
+    task, found, what = evaluation.task, evaluation.detections, f"the pictures of the validation in {folder}"
+    or_note(note, what, task.plots, evaluation.metrics, found, index, folder, note)
 
 
 def is_power_of_two(number: int) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.table import Table
 from yolofleet.data.geometry.view import Look, View
+from yolofleet.support.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +62,13 @@ class Shapes(Table):
         return np.concatenate([middle - half, middle + half], axis=1)
 
     def with_pasted(self, pasted: Sequence[tuple[int, np.ndarray]], size_wh: np.ndarray) -> Self:
-        """Return these labels and those of objects pasted into the image: class, and x1, y1, x2, y2 in pixels."""
+        """Return these labels and those of objects pasted into the image: class, and x1, y1, x2, y2 in pixels.
+
+        Raises:
+            ConfigError: labels of this class cannot be made from boxes.
+        """
+        if type(self) is not Shapes:
+            raise ConfigError("copy_paste: it is for boxes", hint="--set copy_paste=0")
         corners = np.stack([box for _, box in pasted])
         low, high = corners[:, :2], corners[:, 2:]
         boxes = np.concatenate([(low + high) / 2 / size_wh, (high - low) / size_wh], axis=1)

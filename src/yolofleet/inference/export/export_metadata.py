@@ -72,7 +72,7 @@ class ExportMetadata:
         assumed: what the reader of the weights assumed, see ``WeightsHeader.assumed``.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
-        task: what the network finds. outputs: names of decoded predictions.
+        task: what the network finds. outputs: names of decoded predictions, before suppression.
         needs_nms: boxes of decoded predictions need suppression, see ``Detector``.
         version: of this form.
     """

@@ -19,7 +19,7 @@ from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
-from yolofleet.inference.export.export_metadata import DECODED, ExportMetadata, Suppression
+from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
 from yolofleet.inference.export.opened import first_line, remember_export
@@ -41,7 +41,6 @@ from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.text import quoted
 from yolofleet.tasks.table import task_of
-from yolofleet.tasks.task import Task
 
 
 def export_command(config: ExportConfig) -> int:
@@ -130,6 +129,11 @@ def check_format(format: Format, config: ExportConfig, model: Detector) -> None:
         ConfigError: it names the formats that can do both.
     """
     refused = FAMILIES[model.description.family].no_export
+    if format.name in ("ncnn", "tflite") and len(task_of(model).outputs) > 1:
+        raise ConfigError(
+            f"--format {format.name}: its files have one output, and {model.task} need several",
+            hint="--format onnx, torchscript or openvino",
+        )
     asked = {
         "": (True, "name"),
         "--dynamic": (config.dynamic != "none", "dynamic"),
@@ -286,7 +290,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
     return ExportMetadata(
         family=model.description.family,
         task=model.task,
-        outputs=output_names(task_of(model)),
+        outputs=task_of(model).outputs,
         model=model.description.name,
         names=model.names,
         strides=model.strides,
@@ -300,12 +304,6 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
     )
-
-
-def output_names(task: Task) -> tuple[str, ...]:
-    """Return the names of the outputs of a file: those of the decoded predictions, or one of all of them."""
-    names: tuple[str, ...] = task.decoded._fields
-    return names if len(names) > 1 else (DECODED,)
 
 
 def check_target(out: Path, format: Format) -> None:

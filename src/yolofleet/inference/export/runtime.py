@@ -18,10 +18,11 @@ from torch import Tensor
 from yolofleet.families.networks.detector import UNSTATED_PX, Detector
 from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
-from yolofleet.inference.export.export_metadata import DECODED, MAX_PIXELS
+from yolofleet.inference.export.export_metadata import MAX_PIXELS
 from yolofleet.inference.export.formats import format_of, need
 from yolofleet.inference.export.opened import Opened, check_meant, check_trusted, open_format, run_once
 from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.table import task_of
 
 
@@ -40,6 +41,11 @@ class Runtime:
         self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
         self.trained_px, self.needs_nms = metadata.trained_px, metadata.needs_nms
         self.task = metadata.task
+        if metadata.outputs != task_of(self).outputs or (metadata.nms and self.task != BOXES.name):
+            raise CheckpointError(
+                f"{path} has invalid metadata: outputs of {self.task}: {', '.join(metadata.outputs)}",
+                hint="export it again",
+            )
         self.assumed: Mapping[str, str] = metadata.assumed
         self._lock = threading.Lock()
 
@@ -98,20 +104,19 @@ class Runtime:
         return decoded
 
     def _checked(self, images: np.ndarray) -> list[np.ndarray]:
-        metadata, size = self.metadata, f"{len(images)}, ..."
+        metadata, count = self.metadata, len(images)
         with self._lock:
             outputs = run_once(self.path, self._opened, images)
-        fits = len(outputs) == len(metadata.outputs) and all(len(one) == len(images) for one in outputs)
-        if metadata.outputs == (DECODED,):
+        shapes = [list(one.shape) for one in outputs]
+        fits = len(shapes) == len(metadata.outputs) and all(shape[:1] == [count] for shape in shapes)
+        expected = f"{len(metadata.outputs)} outputs of {count} images"
+        if self.task == BOXES.name:
             values = 6 if metadata.nms else 5 + self.nc
-            fits, size = fits and outputs[0].shape[2:] == (values,), f"{len(images)}, K, {values}"
+            fits, expected = fits and shapes[0][2:] == [values], f"[{count}, K, {values}]"
         if not fits:
+            found = ", ".join(map(str, shapes)) or "nothing"
             raise CheckpointError(
-                f"{self.path} returned {', '.join(str(list(one.shape)) for one in outputs)}, expected "
-                f"{len(metadata.outputs)} x [{size}] by its metadata"
-                if len(metadata.outputs) > 1
-                else f"{self.path} returned {list(outputs[0].shape)}, expected [{size}] by its metadata",
-                hint="export it again",
+                f"{self.path} returned {found}, expected {expected} by its metadata", hint="export it again"
             )
         return outputs
 

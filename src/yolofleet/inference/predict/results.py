@@ -200,6 +200,8 @@ class Predictions(list[Prediction]):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per box with the columns ``TABLE_COLUMNS``; ``image`` is the place in this list."""
+        for prediction in self:
+            prediction.task.check({"rows()": True})
         rows = [
             (number, p.path, *box["box_xyxy_px"], box["score"], box["class"], box["name"])
             for number, p in enumerate(self)
@@ -232,6 +234,8 @@ class Predictions(list[Prediction]):
         Each annotation has a ``score``, so ``annotations`` alone is a list of results as pycocotools reads them. The id of
         an image is its place in this list from 1, and that of a category its class number.
         """
+        for prediction in self:
+            prediction.task.check({"to_coco()": True})
         images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
         for image_id, found in enumerate((prediction.to_json() for prediction in self), 1):
             frame = {} if found["frame"] is None else {"frame": found["frame"]}

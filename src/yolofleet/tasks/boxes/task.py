@@ -37,7 +37,7 @@ class Boxes(Task):
     """Boxes of objects, judged by the rules of COCO."""
 
     name = "boxes"
-    decoded = Decoded
+    decoded, outputs = Decoded, ("decoded",)
     nothing = ScoredBoxes(_NONE, _NONE, np.zeros((0, 4)), np.zeros(0))
     columns = MappingProxyType(BOX_COLUMNS)
     of_class = MappingProxyType({"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"})

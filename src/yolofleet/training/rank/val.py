@@ -44,6 +44,7 @@ from yolofleet.support.errors import ConfigError
 from yolofleet.tasks.boxes.files import analysed, detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.table import task_of
+from yolofleet.training.pages import draw_validation
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import open_console, write_config
@@ -96,6 +97,12 @@ def _validate(config: ValConfig, world: World, folder: RunFolder) -> None:
             f"no class of {', '.join(config.weights)} is one of {config.data}: {match.text}",
             source="--weights, --data",
             hint="validate with the data set that the weights were trained on, or give its names to the same classes",
+        )
+    if match.columns is not None and not hasattr(task_of(opened.model).decoded, "of_classes"):
+        raise ConfigError(
+            f"{match.text}; classes of {opened.model.task} cannot be reordered",
+            source="--weights, --data",
+            hint="validate with a data set that has the classes in the order of the weights",
         )
     console.header(
         "yolofleet val",
@@ -213,7 +220,7 @@ def _write(
         for image, text in texts.items():
             write_text(folder.path / "labels" / f"{names[image]}.txt", text)
     if config.plots:
-        evaluation.task.plots(evaluation.metrics, evaluation.detections, index, folder.plots, console.note)
+        draw_validation(evaluation, index, folder.plots, console.note)
         splits: dict[str, DataIndex] = {config.split: index}
         or_note(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
         or_note(console.note, folder.report, write_report, folder)
