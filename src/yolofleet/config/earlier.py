@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Sourced
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
@@ -74,12 +76,23 @@ def of_today(name: str, value: Any, source: str) -> dict[str, Any]:
         ConfigError: there are none.
     """
     earlier = EARLIER[name]
+    is_switch = isinstance(earlier.default, bool) or (name == "cuda_graphs" and _text(value) != "auto")
+    if is_switch and value is not None and earlier.now is not None:
+        value = _switch(name, value, source)
     if value is None or _text(value) == _text(earlier.default):
         return {}
     if earlier.now is None:
         # without the value, which may hold a secret
         raise ConfigError(f"{name}: {GONE}", source=source, hint=earlier.instead)
     return earlier.now(value)
+
+
+def _switch(name: str, value: Any, source: str) -> bool:
+    """Return a value of a switch. Raise ConfigError if it is none."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        raise ConfigError(f"{name}: expected true or false, got {shown(value)}", source=source) from None
 
 
 def _text(value: Any) -> str:
@@ -116,7 +129,12 @@ def in_todays_words(layer: Layer, *, is_stored: bool = False) -> tuple[Layer, La
             if is_stored and new == "set":
                 of_recipe |= {key: Sourced(number, source) for key, number in MULTI_SCALE.items()}
             elif isinstance(its, tuple):
-                today[new] = Sourced((*(today[new].value if new in today else ()), *its), source)
+                had = today[new].value if new in today else ()
+                texts = (had,) if isinstance(had, str) else had or ()
+                if isinstance(texts, (list, tuple)):  # resolve refuses anything else
+                    today[new] = Sourced((*texts, *its), source)
+            elif name == "cuda_graphs" and its == "plain" and "compile" in layer and new in today:
+                continue  # compiled passes had no graphs of ours either way
             elif new in layer and not is_stored:
                 raise ConfigError(
                     f"{name} is now {new}, which is also set", source=source, hint="leave one out"
@@ -124,7 +142,10 @@ def in_todays_words(layer: Layer, *, is_stored: bool = False) -> tuple[Layer, La
             else:
                 today[new] = Sourced(its, source)
         if moved and not is_stored:
-            now = ", ".join(f"{new} {shown(its)}" for new, its in moved.items())
+            words = {
+                new: " ".join(its) if isinstance(its, tuple) else shown(its) for new, its in moved.items()
+            }
+            now = ", ".join(f"{new} {word}" for new, word in words.items())
             notes.append(f"{name} {shown(value)} ({source}) is now {now}")
     return today, of_recipe, tuple(notes)
 
@@ -139,6 +160,11 @@ def arguments_of_today(name: str, value: Any) -> list[str]:
         for new, its in moved.items()
         for one in (its if isinstance(its, tuple) else [its])
     ]
+
+
+def of_validation(layer: Layer) -> Layer:
+    """Return the settings of a stored validation without those of tiles, which validations do not have any more."""
+    return {name: entry for name, entry in layer.items() if name not in ("tile", "overlap")}
 
 
 def fingerprint_of_today(then: Mapping[str, Any]) -> dict[str, Any]:

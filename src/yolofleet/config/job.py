@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from yolofleet import __version__
-from yolofleet.config.earlier import in_todays_words
+from yolofleet.config.earlier import in_todays_words, of_validation
 from yolofleet.config.recipe import given_recipe, is_hyperparameter
 from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -83,7 +83,8 @@ def load_job(path: Path, *, follow: bool = True) -> Job:
         raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
     model, notes = model_of(verb), tuple[str, ...]()
     if hyperparameters is None:
-        return Job(verb, resolve(model, [settings]), None)
+        kept = of_validation(settings) if verb == "val" else settings
+        return Job(verb, resolve(model, [kept]), None)
     settings, of_recipe, notes = in_todays_words(settings, is_stored=True)
     config = resolve(model, [settings], notes)
     own_code = bool(getattr(config.value, "recipe_class", ""))

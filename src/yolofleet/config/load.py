@@ -25,7 +25,7 @@ from yolofleet.config.checks import (
     check_val,
 )
 from yolofleet.config.decide import with_references
-from yolofleet.config.earlier import in_todays_words
+from yolofleet.config.earlier import in_todays_words, of_validation
 from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import (
@@ -216,7 +216,13 @@ def _files(
     if verb == "train":
         is_stored = stored_verb is not None
         settings, of_recipe, notes = in_todays_words(settings, is_stored=is_stored)
-        hyperparameters = {**(hyperparameters or {}), **of_recipe} if of_recipe else hyperparameters
+        if of_recipe:  # as the user's change of whichever recipe the command names
+            source = next(iter(of_recipe.values())).source
+            had = settings["set"].value if "set" in settings else ()
+            texts = [f"{name}={entry.value}" for name, entry in of_recipe.items()]
+            settings = {**settings, "set": Sourced([*had, *texts], source)}
+    elif verb == "val" and stored_verb is not None:
+        settings = of_validation(settings)
     kept = dict[str, Sourced]()
     for name, entry in settings.items():
         field = model.model_fields.get(name)

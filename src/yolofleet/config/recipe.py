@@ -56,9 +56,14 @@ def load_recipe(
     """
     notes: list[str] = []
     layers: list[Layer] = []
+    is_complete = hyperparameters is not None and hyperparameters.keys() >= Recipe.model_fields.keys()
     if name_or_path:
-        layers.append(_read(name_or_path, notes))
-    elif hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
+        try:
+            layers.append(_read(name_or_path, notes))
+        except ConfigError:
+            if not is_complete:  # the file of a run has all values, so it does not need the recipe's file
+                raise
+    elif not is_complete:
         usual = _read(DEFAULT_RECIPE, notes)
         layers.append(
             {key: Sourced(e.value, DEFAULT_SOURCE) for key, e in usual.items() if key in Recipe.model_fields}

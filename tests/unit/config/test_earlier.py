@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from yolofleet.config.aliases import rewrite
-from yolofleet.config.earlier import EARLIER, fingerprint_of_today
+from yolofleet.config.earlier import EARLIER, fingerprint_of_today, of_today
 from yolofleet.config.job import dump_config, load_config_yaml
 from yolofleet.config.load import resolve_train, resolve_val
+from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.schema import TrainConfig
 from yolofleet.support.errors import ConfigError
 
@@ -126,3 +127,44 @@ def test_the_numbers_of_save_every_replace_earlier_ones_of_their_unit() -> None:
     for wrong in ("5", "1.5epochs", "auto", "10h", "-1steps"):
         with pytest.raises(ConfigError, match="no whole number of epochs or steps"):
             resolve_train({**MINIMAL, "save_every": wrong})
+
+
+@pytest.mark.parametrize("off", ["no", "off", "false", "n", 0, "0", False])
+@pytest.mark.parametrize("name", ["multi_scale", "compile", "tensorboard", "linked_folders"])
+def test_a_switch_that_is_off_in_any_word_changes_nothing(name: str, off: Any) -> None:
+    assert of_today(name, off, "a.yaml:1") == {}
+
+
+@pytest.mark.parametrize(("name", "value"), [("multi_scale", "0.5"), ("cuda_graphs", "bogus")])
+def test_a_value_that_is_none_of_the_setting_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected"):
+        of_today(name, value, "a.yaml:1")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "new", "value", "expected"),
+    [
+        ("tensorboard: true", "log", "mlflow", ("mlflow", "tensorboard")),
+        ("tensorboard: true", "log", "", ("tensorboard",)),
+        ("save_steps: 5", "save_every", "2epochs", ("2epochs", "5steps")),
+        ("multi_scale: true", "set", "lr0=0.02", ("lr0=0.02", "size_low=0.5", "size_high=1.5")),
+    ],
+)
+def test_an_earlier_setting_is_added_to_one_text(
+    tmp_path: Path, earlier: str, new: str, value: str, expected: tuple[str, ...]
+) -> None:
+    (tmp_path / "a.yaml").write_text(f"data: d\nmodel: yolov5n\n{earlier}\n{new}: {value}\n")
+    config, _ = resolve_train({}, config_file=str(tmp_path / "a.yaml"))
+    assert tuple(getattr(config.value, new)) == expected
+
+
+def test_passes_that_were_compiled_stay_so_without_graphs(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text('data: d\nmodel: yolov5n\ncompile: true\ncuda_graphs: "off"\n')
+    config, _ = resolve_train({}, config_file=str(tmp_path / "a.yaml"))
+    assert config.value.passes == "compiled"
+
+
+def test_a_value_of_a_family_in_a_file_leaves_the_recipe_open(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: d\nmodel: yolov5n\nhyperparameters: {box: 0.04}\n")
+    _, recipe = resolve_train({}, config_file=str(tmp_path / "a.yaml"))
+    assert recipe.sources["lr0"] == DEFAULT_SOURCE and recipe.sources["box"].startswith(str(tmp_path))

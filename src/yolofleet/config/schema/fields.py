@@ -156,7 +156,7 @@ OrAuto = Annotated[int, AUTO]
 
 def _share_of_memory(batch: Any) -> Any:
     """Return -80 for 0.8, a share of the memory, so that a batch is a whole number."""
-    is_share = re.fullmatch(r"0?\.[0-9]*[1-9]", str(batch))
+    is_share = re.fullmatch(r"0?\.[0-9]+", str(batch))
     return -round(100 * float(batch)) if is_share else batch
 
 
@@ -192,7 +192,8 @@ Device = Annotated[str, BeforeValidator(plain_device)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 # one text, as in a file, is a list of one
 Texts = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    tuple[str, ...],
+    BeforeValidator(lambda value: (str(value),) if isinstance(value, (str, int, float)) else value),
 ]
 
 
