@@ -30,7 +30,7 @@ FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another re
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
     "nominal_batch": ("reference_batch", ("nominal_batch",)),
-    "optimizer": ("reference_optimizer", ("optimizer", "optimizer_class")),
+    "optimizer": ("reference_optimizer", ("optimizer",)),
 }
 
 
