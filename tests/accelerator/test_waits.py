@@ -23,6 +23,7 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.nms import detections
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.networks import detector as detector_module
@@ -233,7 +234,7 @@ def test_suppression_waits_as_often_for_nine_images_as_for_two(accelerator: Acce
     def waits(images: int) -> Waits:
         decoded = image.expand(images, -1, -1).contiguous().to(ZERO)
         accelerator.reset()
-        detections(decoded, conf=0.01, iou=0.5, max_det=50, multi_label=True)
+        detections(Decoded(decoded), conf=0.01, iou=0.5, max_det=50, multi_label=True)
         return counted(accelerator.waits)
 
     assert waits(2) == waits(9) != Counter()

@@ -173,14 +173,9 @@ def recipe_of(given: Resolved[Recipe], family: Family, network: Any, default: st
 
 
 def _of_family(layer: Layer, family: Family) -> Layer:
-    """Return the hyperparameters that the family has. Raise ConfigError if another one would have an effect elsewhere.
-
-    Those of a built-in recipe of another family are left out, see :func:`family_warnings`.
-    """
+    """Return the hyperparameters that the family has. Raise ConfigError if another one would have an effect elsewhere."""
     mine = family.hyperparameters.model_fields
     for name, entry in layer.items():
-        if entry.source.startswith("recipe "):
-            continue
         theirs = [one.hyperparameters.model_fields[name] for one in owners(name)]
         if name not in mine and (not theirs or is_chosen(entry.value, entry.source, theirs[0])):
             raise no_such(name, entry, family)

@@ -123,8 +123,8 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
     assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low")
     assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
-    out = cli("train", "--model", "dfine-n", *argv[3:], "--recipe", "scratch-med", "--dry-run")[1]
-    assert "\n  warning: recipe scratch-med was made for the family yolov5" in out
+    out = cli("train", "--model", "dfine-n", *argv[3:], "--recipe", "finetune", "--dry-run")[1]
+    assert "\n  warning: recipe finetune was made for the family yolov5" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
 
 
