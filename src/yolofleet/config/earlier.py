@@ -23,8 +23,8 @@ class Earlier:
 
     Attributes:
         default: its value that changes nothing today.
-        now: returns the settings of today for another value; None: there are none.
-        instead: then, what to do instead.
+        now: returns the settings of today for another value; None: nothing replaces the setting.
+        instead: what to do where nothing replaces it.
     """
 
     default: Any
@@ -73,7 +73,7 @@ def of_today(name: str, value: Any, source: str) -> dict[str, Any]:
     """Return the settings of today for an earlier setting and its value; ``set`` changes the recipe.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: nothing replaces it, or the value is none of the setting's.
     """
     earlier = EARLIER[name]
     is_switch = isinstance(earlier.default, bool) or (name == "cuda_graphs" and _text(value) != "auto")
@@ -88,7 +88,7 @@ def of_today(name: str, value: Any, source: str) -> dict[str, Any]:
 
 
 def _switch(name: str, value: Any, source: str) -> bool:
-    """Return a value of a switch. Raise ConfigError if it is none."""
+    """Return the value of a switch. Raise ConfigError if it is neither true nor false."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
@@ -151,7 +151,7 @@ def in_todays_words(layer: Layer, *, is_stored: bool = False) -> tuple[Layer, La
 
 
 def arguments_of_today(name: str, value: Any) -> list[str]:
-    """Return the arguments of today for an earlier flag of a training. Raise ConfigError if there are none."""
+    """Return the arguments of today for an earlier flag of a training. Raise ConfigError if nothing replaces it."""
     from yolofleet.config.schema import TrainConfig, flag_of
 
     moved = of_today(name, value, COMMAND_LINE)

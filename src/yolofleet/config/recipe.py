@@ -145,7 +145,7 @@ def parse_lr_factors(text: str, source: str = "") -> dict[str, float]:
 def recipe_of(given: Resolved[Recipe], family: Family, network: Any, default: str = "") -> Resolved[Recipe]:
     """Return the recipe of a network: the values that a user gave, over a default recipe of its family.
 
-    No default recipe is read if the user named one, or if a file has all values. Of a recipe that is given, the values that
+    No default recipe is read if the user named one. Of a recipe that is given, the values that
     the family has for the network of a description replace those that the user did not change.
 
     Args:

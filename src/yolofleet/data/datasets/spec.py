@@ -18,7 +18,7 @@ from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, shown
 
 SPLITS = ("train", "val", "test")
-FORMATS = {  # kind of source -> the module with its ``FORMAT``, in the order in which a folder is looked at
+FORMATS = {  # kind of source -> the module with its ``FORMAT``, in the order in which they are tried on a folder
     "labelme": "labelme",
     "voc": "vocxml",
     "coco": "cocojson",
@@ -121,7 +121,7 @@ class Format:
             None. Raises DataError.
         suffix: of a file with the labels of many images, which ``source`` takes; "": the format has no such files.
         source: returns what such a file stands for. ``folders``: where its images may be, beside the folders near the file.
-        in_folder: returns the splits of a folder without a description, {} if it is none of this format; and why a split
+        in_folder: returns the splits of a folder without a description, {} if the folder has another format; and why a split
             is missing. Raises DataError.
         has_files: whether images without YOLO labels have label files of this format. Called with their folder or list, and
             their ``YoloFiles``.
@@ -161,7 +161,7 @@ def source_of_file(path: Path, *folders: Path) -> SplitSource | None:
 
 
 def kind_of_files(path: Path, images: Any) -> str:
-    """Return the format whose label files images without YOLO labels have; "" if there are none. See ``Format.has_files``."""
+    """Return the format whose label files images without YOLO labels have; "" if no format has any. See ``Format.has_files``."""
     return next((kind for kind in FORMATS if format_of(kind).has_files(path, images)), "")
 
 

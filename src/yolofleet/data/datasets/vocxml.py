@@ -350,7 +350,7 @@ def _unit_box(corners: dict[str, float], width: int, height: int, first: int) ->
 
 
 def voc_listing(root: Path, split: str) -> Path:
-    """Return the list of a split of a VOC folder. Raise DataError if there is none.
+    """Return the list of a split of a VOC folder. Raise DataError if the folder has no such list.
 
     train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
     val.txt, valid.txt or test.txt. CVAT writes default.txt alone.

@@ -129,9 +129,9 @@ def letterboxed_labels(
     task: Task, index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]
 ) -> Shapes:
     """Return the labels of a batch as fractions of the padded images; no crowds."""
-    sizes_wh = np.asarray(index.sizes_wh, np.float64)
+    sizes_wh = np.asarray(index.sizes_wh[list(batch.image_idx)], np.float64)
     parts = [
-        task.labels(index, image).letterboxed(sizes_wh[image], back)
-        for image, back in zip(batch.image_idx, letterboxes, strict=True)
+        task.labels(index, image).letterboxed(size_wh, back)
+        for image, size_wh, back in zip(batch.image_idx, sizes_wh, letterboxes, strict=True)
     ]
     return parts[0].of_images(parts)

@@ -29,7 +29,7 @@ class Evaluation:
     """The result of a validation; equal on every rank, except ``detections``.
 
     Attributes:
-        metrics: the ``Metrics`` of the task.
+        task: of the network. metrics: its ``Metrics``.
         losses: mean validation loss by kind (box, obj, cls); None if no loss was given.
         detections: this rank's, or all ranks' if gathered: a table such as ``task.nothing``.
         images: of the whole split.

@@ -47,6 +47,7 @@ BOX_COLUMNS = {
     f"metrics/{MAP50}": MAP50,
     f"metrics/{MAP}": MAP,
 }
+BOX_FITNESS = {MAP50: 0.1, MAP: 0.9}  # weights of figures in the fitness, as in YOLOv5
 
 
 def columns(losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> list[str]:
@@ -70,8 +71,8 @@ def columns(losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> list
 
 
 def fitness_of(map50: float, map50_95: float) -> float:
-    """Return the figure that chooses the best weights of boxes, as in YOLOv5: 0.1 mAP50 + 0.9 mAP50-95."""
-    return 0.1 * map50 + 0.9 * map50_95
+    """Return the figure that chooses the best weights of boxes."""
+    return BOX_FITNESS[MAP50] * map50 + BOX_FITNESS[MAP] * map50_95
 
 
 def metrics_of(row: Mapping[str, str]) -> dict[str, float | None]:

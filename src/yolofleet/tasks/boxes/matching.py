@@ -93,7 +93,7 @@ def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[
     )
     image = np.repeat(positions, last - first)
     unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
-    size = np.asarray(index.sizes_wh, np.float64)[image]
+    size = np.asarray(index.sizes_wh[image], np.float64)
     wh = unit[:, 2:] * size
     labels = Labels(
         image=image,

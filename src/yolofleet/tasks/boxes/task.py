@@ -16,7 +16,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.nms import MAX_CANDIDATES, detections
-from yolofleet.runs.report.results import BOX_COLUMNS, MAP, MAP50
+from yolofleet.runs.report.results import BOX_COLUMNS, BOX_FITNESS, MAP, MAP50
 from yolofleet.tasks.boxes.coco import CocoMetrics, summarize
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.boxes.matching import (
@@ -41,7 +41,7 @@ class Boxes(Task):
     nothing = ScoredBoxes(_NONE, _NONE, np.zeros((0, 4)), np.zeros(0))
     columns = MappingProxyType(BOX_COLUMNS)
     of_class = MappingProxyType({"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"})
-    fitness_of = MappingProxyType({MAP50: 0.1, MAP: 0.9})  # as in YOLOv5
+    fitness_of = MappingProxyType(BOX_FITNESS)
 
     def found(self, decoded: Decoded | list[Decoded], limits: Limits) -> tuple[list[FoundBoxes], int]:
         per_image, cut = detections(decoded, **asdict(limits))
