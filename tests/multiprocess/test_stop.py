@@ -133,6 +133,6 @@ def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> 
 
 
 def test_a_preempt_notice_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
-    data = small_shapes(tmp_path)
-    told = in_ranks(tmp_path, 1, *train_args(data, "--preempt-notice", "true"), code=75)
+    args = train_args(small_shapes(tmp_path), "--epochs", "10000", "--val-period", "0")
+    told = in_ranks(tmp_path, 1, *args, "--preempt-notice", "true", code=75)
     assert "  from : --preempt-notice on " in told and "Traceback" not in told
