@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.shapes import Shapes
 
 
@@ -27,3 +31,16 @@ def of_images(labels: Shapes, first: int, last: int) -> Shapes:
 def rows_of(labels: Shapes) -> np.ndarray:
     """Return float32 [n, 5] class, cx, cy, w, h."""
     return np.column_stack([labels.classes, labels.boxes]).astype(np.float32)
+
+
+def index_of(data: Path | str, split: str = "train", **choices: Any) -> DataIndex:
+    """Return the index of a split of the data set that ``--data`` would name."""
+    return build_index(load_dataset(str(data)), split, **choices)
+
+
+def rows_by_name(index: DataIndex) -> dict[str, list[list[float]]]:
+    """Return the rows to learn of each image, with 5 decimal places, by the name of its file."""
+    return {
+        Path(path).name: rows_of(index.labels(at)).astype(float).round(5).tolist()
+        for at, path in enumerate(index.paths)
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import cv2
@@ -77,3 +78,26 @@ def yolo_set(root: Path, labels: dict[str, str | None], *, names: str = "[cat, d
     root.mkdir(parents=True, exist_ok=True)
     yaml.write_text(f"train: images/train\nval: images/train\nnames: {names}\n", encoding="utf-8")
     return yaml
+
+
+def voc_object(name: str, corners: Sequence[object], more: str = "") -> str:
+    """An object of an annotation of Pascal VOC; corners are xmin, ymin, xmax, ymax."""
+    tags = zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True)
+    box = "".join(f"<{tag}>{value}</{tag}>" for tag, value in tags)
+    return f"<object><name>{name}</name>{more}<bndbox>{box}</bndbox></object>"
+
+
+def voc_set(root: Path, objects: Mapping[str, str | None], **lists: Iterable[str]) -> Path:
+    """A folder of Pascal VOC: images of 64 x 48 pixels with these objects, None without an annotation; lists of their names
+    by split, of all in train and val if none is given."""
+    for number, (name, text) in enumerate(objects.items()):
+        write_picture(root / "JPEGImages" / f"{name}.jpg", seed=number)
+        path = root / "Annotations" / f"{name}.xml"
+        path.parent.mkdir(exist_ok=True)
+        if text is not None:
+            path.write_text(f"<annotation>{text}</annotation>", encoding="utf-8")
+    for split, names in (lists or {"train": objects, "val": objects}).items():
+        path = root / "ImageSets" / "Main" / f"{split}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{name}\n" for name in names))
+    return root

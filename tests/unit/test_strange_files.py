@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_data import write_picture, yolo_set
+from label_rows import index_of
+from small_data import voc_object, voc_set, write_picture, yolo_set
 
 from yolofleet.cli.app import run
-from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.fleet.doctor.log_files import read_log
 from yolofleet.inference.predict.sources import Source, find_items
@@ -28,7 +28,7 @@ BOX = "0 0.5 0.5 0.5 0.5\n"
 def test_a_label_that_links_to_nothing_does_not_hide_the_others(tmp_path: Path) -> None:
     data = yolo_set(tmp_path / "set", {"a": None, "b": BOX, "c": BOX})
     (tmp_path / "set" / "labels" / "train" / "a.txt").symlink_to("nowhere")
-    index = build_index(load_dataset(str(data)), "train")
+    index = index_of(data)
     assert len(index) == 2 and index.unlabelled == 0
     assert [problem.kind for problem in index.problems] == ["labels-unreadable"]
 
@@ -52,40 +52,16 @@ def test_no_file_among_sources_or_logs_is_passed_over(tmp_path: Path) -> None:
             read(str(folder))
 
 
-# -- words in files
-
-
-def test_a_number_with_an_underscore_is_no_number(tmp_path: Path) -> None:
-    data = yolo_set(tmp_path / "set", {"a": "0 0.5_0 0.5 0.5 0.5\n0 .5 .5 .5 .5\n"})
-    index = build_index(load_dataset(str(data)), "train")
-    assert [(problem.line, problem.kind) for problem in index.problems] == [(1, "label-unreadable")]
-
-
 # -- folders
 
 
-def voc_set(root: Path) -> Path:
-    """A folder of Pascal VOC with lists of training and of validation images."""
-    write_picture(root / "JPEGImages" / "a.png")
-    box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
-    annotation = f"<annotation><object><name>x</name>{box}</object></annotation>"
-    lists = {f"ImageSets/Main/{name}.txt": "a\n" for name in ("train", "val")}
-    for name, text in {"Annotations/a.xml": annotation, **lists}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_a_voc_folder_without_a_list_of_test_images_is_no_error(tmp_path: Path) -> None:
-    assert load_dataset(str(voc_set(tmp_path / "set"))).missing == {}
-    assert run(["data", "check", str(tmp_path / "set")]) == 0
-
-
 def test_the_yaml_of_another_program_is_not_the_data_set(tmp_path: Path) -> None:
-    root = voc_set(tmp_path / "set")
+    root = voc_set(tmp_path / "set", {"a": voc_object("x", (1, 1, 9, 9))})
     (root / "environment.yml").write_text("name: torch\nchannels: [conda-forge]\ndependencies: [python]\n")
     (root / "docker-compose.yaml").write_text("services: {a: {image: b}}\n")
-    assert load_dataset(str(root)).splits["train"][0].kind == "voc"
+    spec = load_dataset(str(root))
+    assert spec.splits["train"][0].kind == "voc" and spec.missing == {}  # it has no list of test images
+    assert run(["data", "check", str(root)]) == 0
 
 
 def test_a_generated_set_that_does_not_fit_on_the_disk_leaves_nothing(
@@ -106,7 +82,7 @@ def test_a_generated_set_that_does_not_fit_on_the_disk_leaves_nothing(
 def test_a_set_that_is_refused_does_not_say_that_labels_were_dropped(tmp_path: Path) -> None:
     data = yolo_set(tmp_path / "set", {"a": "7 .5 .5 .5 .5\n", "b": BOX})
     with pytest.raises(DataError, match="class 7") as caught:
-        build_index(load_dataset(str(data)), "train")
+        index_of(data)
     assert "dropped" not in caught.value.render()
 
 

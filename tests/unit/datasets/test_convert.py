@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from label_rows import rows_of
+from coco_files import image, label, write_coco
+from label_rows import index_of, rows_of
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
 from yolofleet.data.datasets.convert import Target, convert
-from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import ConfigError, DataError, StorageError
 
@@ -27,10 +28,6 @@ GOOD = "0 0.5 0.5 0.2 0.4\n"
 
 def converted(source, out, target, **choices):
     return convert(load_dataset(str(source)), out, target, **choices)
-
-
-def index_of(root, split="train"):
-    return build_index(load_dataset(str(root)), split)
 
 
 def stems(index: DataIndex) -> list[str]:
@@ -64,26 +61,17 @@ def rich_set(root: Path) -> Path:
         path = write_picture(root / "images" / "train2017" / name, width, height, seed=number)
         if name == "turned.jpg":
             path.write_bytes(with_exif_jpeg(encoded(picture(48, width)), 6))
-        images.append({"id": 70 - number, "file_name": name, "width": width, "height": height})
+        images.append(image(70 - number, name, width, height))
         for _ in range(0 if "empty" in name else 6):
             left, top = rng.uniform(0, 30, 2)
             box = [left, top, *rng.uniform(1, 18, 2)]
             area = {"area": box[2] * box[3] / 2} if rng.random() < 0.5 else {}
-            annotations.append(
-                {"id": len(annotations) * 3, "image_id": 70 - number, "category_id": int(rng.choice([3, 9])),
-                 "bbox": box, "iscrowd": int(rng.random() < 0.2), **area}
-            )  # fmt: skip
+            more = {"category": int(rng.choice([3, 9]))} | area | {"iscrowd": int(rng.random() < 0.2)}
+            annotations.append(label(len(annotations) * 3, 70 - number, box, **more))
     annotations.append({**annotations[0], "id": 1000, "iscrowd": 0})
     annotations.append({**annotations[0], "id": 1001, "iscrowd": 0})
-    categories = [
-        {"id": 9, "name": "dog"},
-        {"id": 3, "name": 'Übung <cat> & "co"'},
-        {"id": 5, "name": "none"},
-    ]
-    path = root / "annotations" / "instances_train2017.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
-    return path
+    categories = [(9, "dog"), (3, 'Übung <cat> & "co"'), (5, "none")]
+    return write_coco(root / "annotations" / "instances_train2017.json", images, annotations, categories)
 
 
 # the same data in every form
@@ -108,30 +96,21 @@ def test_two_conversions_in_any_order_keep_what_both_forms_can_say(tmp_path, fir
             assert np.allclose(index.area_px, before.area_px, atol=0.002)
             assert_alike(before, index)
     if "yolo" not in (first, second):
-        flat = [name.replace("/", "__") for name in ("turned", "a/empty", "z", "a/y y", "b/x")]
-        expected = (
-            flat
-            if "voc" in (first, second)
-            else [Path(name).name for name in ("turned", "a/empty", "z", "a/y y", "b/x")]
-        )
-        assert stems(after) == expected
+        names = ("turned", "a/empty", "z", "a/y y", "b/x")
+        is_flat = "voc" in (first, second)
+        assert stems(after) == [name.replace("/", "__") if is_flat else Path(name).name for name in names]
 
 
 def test_yolo_keeps_every_bit_of_its_own_numbers(tmp_path):
     rng = np.random.default_rng(1)
     rows = rng.uniform(0.2, 0.3, (200, 4)).astype(np.float32)
     rows[:20, 2:] *= 1e-6
-    yolo_set(
-        tmp_path / "set",
-        {"a": "".join(f"2 {' '.join(map(repr, row.tolist()))}\n" for row in rows), "b": GOOD},
-    )
+    text = "".join(f"2 {' '.join(map(repr, row.tolist()))}\n" for row in rows)
+    yolo_set(tmp_path / "set", {"a": text, "b": GOOD})
     converted(tmp_path / "set", tmp_path / "out", "yolo")
     before, after = index_of(tmp_path / "set"), index_of(tmp_path / "out")
-    assert (
-        after.boxes_cxcywh_unit.tobytes()
-        == before.boxes_cxcywh_unit.tobytes()
-        == rows.tobytes() + before.boxes_cxcywh_unit[-1:].tobytes()
-    )
+    assert after.boxes_cxcywh_unit.tobytes() == before.boxes_cxcywh_unit.tobytes()
+    assert before.boxes_cxcywh_unit[:-1].tobytes() == rows.tobytes()
     assert after.digest == before.digest
 
 
@@ -266,54 +245,33 @@ def test_any_file_name_finds_its_place(tmp_path, target):
         "x",
     ]
     names += ["new\nline", "tab\t", os.fsdecode(b"caf\xe9"), "end ", "__a"]
-    root = tmp_path / "set"
-    listed, sizes = [], []
+    root, listed = tmp_path / "set" / "pictures", []
     for number, name in enumerate(names):
         path = write_picture(tmp_path / "one.png", 32 + number, 40, seed=number)
-        to = root / "pictures" / f"{name}{('.jpg', '', '.heic')[number % 3]}"
+        to = root / f"{name}{('.jpg', '', '.heic')[number % 3]}"
         to.parent.mkdir(parents=True, exist_ok=True)
         path.rename(to)
-        sizes.append(32 + number)
-        listed.append(
-            {
-                "id": number,
-                "file_name": str(to.relative_to(root / "pictures")),
-                "width": 32 + number,
-                "height": 40,
-            }
-        )
-    annotations = [
-        {"id": i, "image_id": i, "category_id": 1, "bbox": [i, 2, 3, 4]} for i in range(len(names))
-    ]
-    content = {"images": listed, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]}
-    (root / "pictures.json").write_text(json.dumps(content))
-    (root / "data.yaml").write_text("train: pictures.json\nval: pictures.json\n")
-    source = tmp_path / "set" / "pictures" / "pictures.json"
-    (root / "pictures.json").rename(source)
+        listed.append(image(number, str(to.relative_to(root)), 32 + number, 40))
+    labels = [label(number, number, [number, 2, 3, 4]) for number in range(len(names))]
+    source = write_coco(root / "pictures.json", listed, labels)
     done = converted(source, tmp_path / "out", target, splits=["train"])
     assert done.splits == {"train": (len(names), len(names))}
     assert any("images have new names" in note for note in done.notes)
     after = index_of(tmp_path / "out")
-    assert sorted(after.sizes_wh[:, 0].tolist()) == sizes
+    assert sorted(after.sizes_wh[:, 0].tolist()) == [32 + number for number in range(len(names))]
     for at, width in enumerate(after.sizes_wh[:, 0].tolist()):
         ((_, centre, *_),) = rows_of(after.labels(at)).tolist()
         assert centre * width == pytest.approx(width - 32 + 1.5, abs=0.01)
-    assert sum((tmp_path / "out").resolve() in Path(os.path.normpath(p)).parents for p in after.paths) == len(
-        names
-    )
+    out = (tmp_path / "out").resolve()
+    assert all(out in Path(os.path.normpath(path)).parents for path in after.paths)
 
 
 def test_names_that_lead_out_of_the_folder_stay_inside(tmp_path):
     write_picture(tmp_path / "set" / "pictures" / "a.jpg")
     write_picture(tmp_path / "b.jpg", 32, 32)
-    images = [
-        {"id": number, "file_name": name, "width": 32, "height": 32}
-        for number, name in enumerate(("../set/pictures/a.jpg", "../b.jpg", str(tmp_path / "b.jpg")))
-    ]
-    annotations = [{"image_id": i, "category_id": 1, "bbox": [1, 1, 2, 2]} for i in range(3)]
-    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]}
-    path = tmp_path / "set" / "x.json"
-    path.write_text(json.dumps(content))
+    outside = ("../set/pictures/a.jpg", "../b.jpg", str(tmp_path / "b.jpg"))
+    images = [image(number, name, 32, 32) for number, name in enumerate(outside)]
+    path = write_coco(tmp_path / "set" / "x.json", images, [label(i, i, [1, 1, 2, 2]) for i in range(3)])
     for target in TARGETS:
         converted(path, tmp_path / "deep" / "out" / target, target)
         made = [p for p in tmp_path.rglob("*") if p.is_file() and "cache" not in p.parts]
@@ -328,10 +286,8 @@ def test_splits_share_vocs_folder_without_a_clash(tmp_path):
     (tmp_path / "set" / "labels" / "val" / "b.txt").write_text("1 0.5 0.5 0.5 0.5\n")
     (tmp_path / "set" / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [x, y]\n")
     converted(tmp_path / "set", tmp_path / "out", "voc")
-    assert stems(index_of(tmp_path / "out")) == ["a", "b"] and stems(index_of(tmp_path / "out", "val")) == [
-        "val-b"
-    ]
-    assert index_of(tmp_path / "out", "val").class_counts().tolist() == [0, 1]
+    train, val = (index_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert stems(train) == ["a", "b"] and stems(val) == ["val-b"] and val.class_counts().tolist() == [0, 1]
 
 
 # what is lost is said
@@ -353,10 +309,8 @@ def test_what_a_form_cannot_say_is_said(tmp_path):
 
 def test_labels_that_cannot_be_used_are_reported_and_wrong_classes_refused(tmp_path):
     yolo_set(tmp_path / "set", {"a": GOOD + "1 0.5 0.5 0 0.1\n", "b": GOOD, "c": GOOD})
-    done = converted(tmp_path / "set", tmp_path / "out", "coco")
-    assert "labels/train/a.txt:2: box 0.5 0.5 0 0.1 has no width or height -> dropped" in "\n".join(
-        done.notes
-    )
+    notes = "\n".join(converted(tmp_path / "set", tmp_path / "out", "coco").notes)
+    assert "labels/train/a.txt:2: box 0.5 0.5 0 0.1 has no width or height -> dropped" in notes
     (tmp_path / "set" / "labels" / "train" / "a.txt").write_text("7 .5 .5 .1 .1")
     with pytest.raises(DataError, match="class 7 but names has 3"):
         converted(tmp_path / "set", tmp_path / "no", "coco")
@@ -469,10 +423,8 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
         image = Path(to)
         if image.stem != "a":
             return
-        label = Path(str(image).replace(f"{os.sep}images{os.sep}", f"{os.sep}labels{os.sep}")).with_suffix(
-            ".txt"
-        )
-        text = label.read_text()
+        rows = image.parents[2] / "labels" / image.parent.name / "a.txt"
+        text = rows.read_text()
         if damage == "image":
             image.write_bytes(b"short")
         elif damage == "lost":
@@ -483,7 +435,7 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
                 "class": text.replace("1 0.3", "2 0.3"),
                 "box": text.replace("0.3", "0.301"),
             }
-            label.write_text(new[damage])
+            rows.write_text(new[damage])
 
     monkeypatch.setattr(shutil, "copyfile", damaged)
     with pytest.raises(StorageError, match="train differs when it is read back"):

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coco_files import image, label, write_coco
+from label_rows import index_of
 from small_data import write_picture
 
 from yolofleet.data.datasets import bigjson
 from yolofleet.data.datasets.bigjson import JsonError, read_lists
-from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.sources import load_dataset
-
-
-def index_of(root, split="train", **choices):
-    return build_index(load_dataset(str(root)), split, **choices)
-
 
 # Objects365
 
@@ -31,27 +26,10 @@ def test_objects365_is_found_however_its_patches_lie(tmp_path, layout, at):
     names = [f"objects365_v1_{number:08d}.jpg" for number in range(3)]
     for number, name in enumerate(names[1:]):  # some images of the real set are missing, too
         write_picture(tmp_path / layout / name, seed=number)
-    content = {
-        "images": [
-            {"id": 420917 + i, "file_name": f"images/v1/patch8/{name}", "width": 64, "height": 48}
-            for i, name in enumerate(names)
-        ],
-        "annotations": [
-            {
-                "id": 1,
-                "image_id": 420918,
-                "category_id": 2,
-                "bbox": [8, 8, 8, 8],
-                "iscrowd": 0,
-                "isfake": 0,
-                "area": 64,
-            }
-        ],
-        "categories": [{"id": 2, "name": "Sneakers"}, {"id": 1, "name": "Person"}],
-    }
-    file = tmp_path / at / "zhiyuan_objv2_train.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(content))
+    images = [image(420917 + i, f"images/v1/patch8/{name}") for i, name in enumerate(names)]
+    labels = [label(1, 420918, [8, 8, 8, 8], 2, isfake=0, area=64)]
+    categories = [(2, "Sneakers"), (1, "Person")]
+    write_coco(tmp_path / at / "zhiyuan_objv2_train.json", images, labels, categories)
     index = index_of(tmp_path)
     assert [Path(path).name for path in index.paths] == names[1:]
     assert index.names == ("Person", "Sneakers") and index.class_counts().tolist() == [0, 1]
@@ -153,30 +131,9 @@ def test_a_box_of_a_large_json_takes_little_memory(tmp_path):
     rng = np.random.default_rng(0)
     path = tmp_path / "large.json"
     boxes = rng.uniform(0, 100, (30_000, 4)).tolist()
-    with path.open("w") as file:
-        file.write(
-            '{"images": ['
-            + ",".join(
-                f'{{"id": {i}, "file_name": "{i}.jpg", "width": 640, "height": 480}}' for i in range(1000)
-            )
-        )
-        file.write('], "categories": [{"id": 1, "name": "x"}], "annotations": [')
-        file.write(
-            ",".join(
-                json.dumps(
-                    {
-                        "id": i,
-                        "image_id": i % 1000,
-                        "category_id": 1,
-                        "bbox": box,
-                        "area": 3.0,
-                        "segmentation": [box * 5],
-                    }
-                )
-                for i, box in enumerate(boxes)
-            )
-        )
-        file.write("]}")
+    images = [image(i, f"{i}.jpg", 640, 480) for i in range(1000)]
+    labels = [label(i, i % 1000, box, area=3.0, segmentation=[box * 5]) for i, box in enumerate(boxes)]
+    write_coco(path, images, labels)
     code = (
         "import sys, resource; from yolofleet.data.datasets.cocojson import parse_json;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import called, train_args, working_in
-from label_rows import rows_of
+from commands import called, train_args
+from label_rows import index_of, rows_of
 from small_data import encoded, picture, write_picture
 
-from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 
 SIDES = [[10, 12, 20, 24], [32, 24, 32, 24]]  # x, y, width, height in 64 x 48 pixels
@@ -21,12 +20,6 @@ WITH_PYARROW = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None,
     reason='Parquet files need pyarrow: pip install "pyarrow>=15"',
 )
-
-
-@pytest.fixture
-def folder(tmp_path):
-    with working_in(tmp_path, YOLOFLEET_CACHE=str(tmp_path / "cache"), COLUMNS="200"):
-        yield tmp_path
 
 
 def image_folder(root: Path, objects: Any, splits: tuple[str, ...] = ("train", "validation")) -> Path:
@@ -40,7 +33,7 @@ def image_folder(root: Path, objects: Any, splits: tuple[str, ...] = ("train", "
 
 
 def corners_of(root: Path) -> list[list[float]]:
-    index = build_index(load_dataset(str(root)), "train")
+    index = index_of(root)
     assert [Path(path).name for path in index.paths] == ["a.jpg", "b.jpg"] and index.background == 1
     rows = rows_of(index.labels(0))[:, 1:] * [64, 48, 64, 48]
     return [[round(v) for v in (x - w / 2, y - h / 2, x + w / 2, y + h / 2)] for x, y, w, h in rows.tolist()]
@@ -129,7 +122,7 @@ def test_parquet_files_of_the_hub_are_read(folder):
         Path("set/data").mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, f"set/data/{split}-00000-of-00001.parquet")
     assert load_dataset("set").names == ("cat", "dog", "bird")
-    index = build_index(load_dataset("set"), "train")
+    index = index_of("set")
     assert index.class_counts().tolist() == [1, 0, 1] and index.background == 1
     assert called(*train_args(folder / "set", "--epochs", "1", "--name", "run")).code == 0
     done = called("data", "split", "set", "--out", "out")
@@ -167,7 +160,7 @@ def write_parquet(file: Path, seeds: list[int], boxes: list[list[int]], names: t
 def test_parquet_files_of_one_name_keep_their_own_images_and_labels(folder, below):
     write_parquet(folder / "set" / below.format("cats"), [1, 2], SIDES[:1])
     write_parquet(folder / "set" / below.format("dogs"), [3, 4], SIDES[1:])
-    index = build_index(load_dataset("set"), "train")
+    index = index_of("set")
     found = {
         Path(path).read_bytes(): rows_of(index.labels(at)).tolist() for at, path in enumerate(index.paths)
     }

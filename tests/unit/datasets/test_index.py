@@ -1,4 +1,3 @@
-import json
 import multiprocessing
 import os
 import pickle
@@ -9,24 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coco_files import image, label, write_coco
 from fleet import on_fleet
-from label_rows import rows_of
+from label_rows import index_of, rows_of
 from reference import reference
-from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
+from small_data import ODD_NAMES, encoded, picture, voc_object, voc_set, write_picture, yolo_set
 
 from yolofleet.data.datasets.arrayfile import read_arrays, write_arrays
-from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.scan import pack, scan, unpack
-from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.images.decode import read_image
 from yolofleet.storage.caches import cache_root
 from yolofleet.support.errors import ConfigError, DataError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
-
-
-def index_of(root, split="train", **choices):
-    return build_index(load_dataset(str(root)), split, **choices)
 
 
 def index_of_text(root, text, **choices):
@@ -126,11 +120,8 @@ def test_lists_name_images_absolutely_or_relative_to_the_list_or_its_parent(tmp_
     (tmp_path / "lists" / "more.txt").write_text("images/train/d.jpg\n")
     (tmp_path / "data.yaml").write_text("train: [list.txt, lists/more.txt]\nnames: [x]\n")
     index = index_of(tmp_path)
-    assert [Path(path).name for path in index.paths] == [
-        "c.jpg",
-        "b.jpg",
-        "d.jpg",
-    ]  # in the order of the lists
+    names = [Path(path).name for path in index.paths]
+    assert names == ["c.jpg", "b.jpg", "d.jpg"]  # in the order of the lists
     assert len(index.classes) == 3
     assert [(Path(p.path).name, p.what, p.action) for p in index.problems] == [
         ("b.jpg", "is listed more than once", "counted once"),
@@ -143,13 +134,6 @@ def test_image_ids_are_the_file_names_where_all_are_numbers(tmp_path):
     assert index_of(tmp_path / "x").image_ids.tolist() == [139, 42]
     yolo_set(tmp_path / "y", {"7": GOOD, "07": GOOD})
     assert index_of(tmp_path / "y").image_ids.tolist() == [0, 1]
-
-
-def test_turned_images_have_their_turned_size(tmp_path):
-    yolo_set(tmp_path, {"a": GOOD})
-    path = tmp_path / "images" / "train" / "a.jpg"
-    path.write_bytes(with_exif_jpeg(path.read_bytes(), 6))
-    assert index_of(tmp_path).sizes_wh.tolist() == [[48, 64]]
 
 
 def test_sixteen_bit_tiff_and_odd_formats_are_measured_by_decoding(tmp_path):
@@ -193,52 +177,11 @@ def test_many_wrong_classes_are_counted_and_ten_are_shown(tmp_path):
     assert "and 2990 more" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("row", "what", "action"),
-    [
-        ("0 nan 0.5 0.1 0.1", "is not finite", "dropped"),
-        ("0 0.5 0.5 inf 0.1", "is not finite", "dropped"),
-        ("0 1e300 0.5 0.1 0.1", "is not finite", "dropped"),
-        ("0 320 240 100 80", "pixels?", "dropped"),
-        ("0 0.5 0.5 0 0.1", "no width or height", "dropped"),
-        ("0 0.5 0.5 0.1 -0.1", "no width or height", "dropped"),
-        ("0 0.5 0.5 1e-60 0.1", "no width or height", "dropped"),
-        ("0 1.5 0.5 0.1 0.1", "outside the image", "dropped"),
-        ("0 -0.5 0.5 0.1 0.1", "outside the image", "dropped"),
-        ("0 0.5 0.5 0.1", "4 columns", "dropped"),
-        ("0 0.5 0.5 0.1 0.1 0.9", "6 columns", "dropped"),
-        ("0", "1 columns", "dropped"),
-        ("cat 0.5 0.5 0.1 0.1", "not a row of numbers", "dropped"),
-        ("0,0.5,0.5,0.1,0.1", "not a row of numbers", "dropped"),
-        ("\x00\x01\ufffd", "not a row of numbers", "dropped"),
-        ("0 nan 0.1 0.2 0.1 0.2 0.2", "is not finite", "dropped"),
-        ("0 0.5 0.5 0.2 0.4", "repeats the class and box", "counted once"),
-    ],
-)
-def test_unusable_rows_are_dropped_and_reported(tmp_path, row, what, action):
-    index = index_of_text(tmp_path, f"{GOOD}{row}\n")
-    (problem,) = index.problems
-    assert (problem.path, problem.line, problem.action) == ("labels/train/a.txt", 2, action)
-    assert what in problem.what
-    assert len(index.labels(0)) == 1
-    assert str(problem) in index.problems_text()
-
-
 def test_boxes_that_stick_out_are_clipped_and_reported(tmp_path):
     index = index_of_text(tmp_path, "0 0.9 0.5 0.4 0.2\n")
     # x from 0.7 to 1.1 becomes 0.7 to 1.0: centre 0.85, width 0.3
     assert np.allclose(rows_of(index.labels(0)), [[0, 0.85, 0.5, 0.3, 0.2]], atol=1e-6)
     assert index.problems[0].action == "clipped"
-
-
-def test_polygons_become_their_boxes(tmp_path):
-    index = index_of_text(tmp_path, "1 0.1 0.2 0.5 0.2 0.3 0.8\n2 0.5 0.5 0.5 0.9 0.75 0.9 0.75 0.5\n")
-    expected = [[1, 0.3, 0.5, 0.4, 0.6], [2, 0.625, 0.7, 0.25, 0.4]]
-    assert np.allclose(rows_of(index.labels(0)), expected, atol=1e-6)
-
-
-def test_a_byte_order_mark_is_no_problem(tmp_path):
-    assert len(index_of_text(tmp_path, "\ufeff" + GOOD).labels(0)) == 1
 
 
 def test_a_data_set_in_pixels_is_refused(tmp_path):
@@ -305,26 +248,19 @@ def test_a_label_file_that_cannot_be_read_takes_its_image_along(tmp_path):
 def coco_set(root):
     for number, name in enumerate(("x", "y", "z z")):
         write_picture(root / "val2017" / f"{name}.jpg", seed=number)
+    equal = {"bbox": [32, 12, 16, 24], "category": 9, "area": 200.5}
     annotations = [
-        {"id": 5, "image_id": 30, "category_id": 9, "bbox": [32, 12, 16, 24], "area": 200.5, "iscrowd": 0},
-        {"id": 6, "image_id": 30, "category_id": 9, "bbox": [32, 12, 16, 24], "area": 200.5, "iscrowd": 0},
-        {"id": 7, "image_id": 10, "category_id": 4, "bbox": [0, 0, 64, 48], "area": 7, "iscrowd": 1},
-        {"id": 8, "image_id": 10, "category_id": 4, "bbox": [60, 0, 10, 10], "segmentation": [[1, 2]]},
-        {"id": 9, "image_id": 10, "category_id": 4, "bbox": [5, 5, 0, 3]},
-        {"id": 10, "image_id": 99, "category_id": 4, "bbox": [5, 5, 1, 3]},
-        {"id": 11, "image_id": [], "category_id": 4, "bbox": "no"},
+        label(5, 30, **equal),
+        label(6, 30, **equal),
+        label(7, 10, [0, 0, 64, 48], 4, area=7) | {"iscrowd": 1},
+        label(8, 10, [60, 0, 10, 10], 4, segmentation=[[1, 2]]),
+        label(9, 10, [5, 5, 0, 3], 4),
+        label(10, 99, [5, 5, 1, 3], 4),
+        label(11, [], "no", 4),
     ]
-    images = [
-        {"id": 30, "file_name": "z z.jpg", "width": 64, "height": 48},
-        {"id": 10, "file_name": "x.jpg", "width": 64, "height": 48},
-        {"id": 20, "file_name": "y.jpg", "width": 128, "height": 96},
-    ]
-    content = {"images": images, "annotations": annotations}
-    content["categories"] = [{"id": 9, "name": "dog"}, {"id": 4, "name": "cat"}]
+    images = [image(30, "z z.jpg"), image(10, "x.jpg"), image(20, "y.jpg", 128, 96)]
     path = root / "annotations" / "instances_val2017.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(content))
-    return path
+    return write_coco(path, images, annotations, [(9, "dog"), (4, "cat")])
 
 
 def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
@@ -366,30 +302,9 @@ def test_coco_json_is_parsed_once_for_all_processes(tmp_path):
     cocojson._load_table.cache_clear()  # closes the stored table
 
 
-def voc_set(root, objects):
-    for folder in ("Annotations", "ImageSets/Main"):
-        (root / folder).mkdir(parents=True)
-    names = list(objects)
-    for number, (name, text) in enumerate(objects.items()):
-        write_picture(root / "JPEGImages" / f"{name}.jpg", 64, 48, seed=number)
-        if text is not None:
-            (root / "Annotations" / f"{name}.xml").write_text(
-                f"<annotation>{text}</annotation>", encoding="utf-8"
-            )
-    for split in ("train", "val"):
-        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(names))
-    return root
-
-
-def voc_object(name, box, extra=""):
-    corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
-    return f"<object><name>{name}</name>{extra}<bndbox>{''.join(f'<{k}>{v}</{k}>' for k, v in corners)}</bndbox></object>"
-
-
 def test_voc_boxes_count_pixels_from_one(tmp_path):
-    person = voc_object(
-        "person", (1, 1, 64, 48), "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part>"
-    )
+    part = "<part><name>head</name><bndbox><xmin>3</xmin></bndbox></part>"
+    person = voc_object("person", (1, 1, 64, 48), part)
     dog = voc_object("dog", (33, 13, 48, "36.0"), "<difficult>1</difficult>")
     index = index_of(voc_set(tmp_path, {"a": person + dog, "b": None}))
     assert index.names == ("dog", "person")
@@ -419,9 +334,8 @@ def test_voc_files_that_cannot_be_used_take_their_image_along(tmp_path):
 
 
 def test_a_voc_class_that_names_does_not_have_is_an_error(tmp_path):
-    voc_set(
-        tmp_path / "VOC", {"a": voc_object("dgo", (1, 1, 9, 9)) + voc_object("cat", (1, 1, 5, 5)), "b": None}
-    )
+    two = voc_object("dgo", (1, 1, 9, 9)) + voc_object("cat", (1, 1, 5, 5))
+    voc_set(tmp_path / "VOC", {"a": two, "b": None})
     (tmp_path / "data.yaml").write_text("train: VOC\nnames: [cat, dog]\n")
     with pytest.raises(DataError, match="class 'dgo' is not one of the 2 names \\(nearest: dog\\)"):
         index_of(tmp_path)
@@ -481,12 +395,8 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
 
 def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
     path = tmp_path / "a.arrays"
-    arrays: dict[str, np.ndarray] = {
-        "a": np.arange(5),
-        "b": np.ones((2, 3), np.float32),
-        "c": np.array([True]),
-        "d": np.zeros(0),
-    }
+    arrays: dict[str, np.ndarray] = {"a": np.arange(5), "b": np.ones((2, 3), np.float32)}
+    arrays |= {"c": np.array([True]), "d": np.zeros(0)}
     write_arrays(path, arrays, {"x": "ü"})
     good = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -503,10 +413,8 @@ def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
     assert whole is not None
     found, meta = whole
     assert meta["x"] == "ü"
-    assert all(
-        np.array_equal(found[name], value) and found[name].dtype == value.dtype
-        for name, value in arrays.items()
-    )
+    for name, value in arrays.items():
+        assert np.array_equal(found[name], value) and found[name].dtype == value.dtype
     from safetensors.numpy import load
 
     assert np.array_equal(load(good)["b"], arrays["b"])
@@ -570,16 +478,11 @@ def _divide(world, root, cache):
     index = index_of(root, ranks=world, on_progress=lambda *progress: told.append(progress))
     again = index_of(root, ranks=world, on_progress=lambda *progress: told.append(progress))
     assert again.digest == index.digest
-    columns = [
-        getattr(index, name).tolist() for name in ("offsets", "classes", "sizes_wh", "stamps", "image_ids")
-    ]
-    problems = [
-        index.problem_count,
-        dict(index.problem_kinds),
-        index.unlabelled,
-        [str(p) for p in index.problems],
-    ]
-    return index.digest, list(index.paths), columns, problems, told
+    names = ("offsets", "classes", "sizes_wh", "stamps", "image_ids")
+    columns = [getattr(index, name).tolist() for name in names]
+    counts = [index.problem_count, dict(index.problem_kinds), index.unlabelled]
+    problems = [*counts, list(map(str, index.problems))]
+    return (index.digest, index.outline_digest()), list(index.paths), columns, problems, told
 
 
 @pytest.mark.parametrize("caches", ["together", "each"])
@@ -588,6 +491,7 @@ def test_ranks_that_need_the_same_index_divide_the_files(tmp_path, caches):
     labels |= {
         "it's 0700": "1 .5 .5 .2 2.5\n",
         "it's 0801": "0 .5 .5 3 .1\n0 .5 .5 .2 .1\n",
+        "it's 0900": "1 0.1 0.1 0.5 0.1 0.3 0.6\n",  # a polygon
         "it's 1250": None,
     }
     data = encoded(picture(32, 24))
@@ -604,10 +508,8 @@ def test_ranks_that_need_the_same_index_divide_the_files(tmp_path, caches):
     ranks = on_fleet(2, tmp_path, _divide, root, tmp_path / caches)
     assert [rank[:4] for rank in ranks] == [alone[:4]] * 2
     assert alone[4][-1] == (1300, 1300)
-    assert [rank[4] for rank in ranks] == [
-        [(512, 788), (788, 788)],
-        [(512, 512)],
-    ]  # and nothing the second time
+    # and nothing the second time
+    assert [rank[4] for rank in ranks] == [[(512, 788), (788, 788)], [(512, 512)]]
 
 
 def _has_it(world, root, cache):
@@ -623,13 +525,6 @@ def test_a_rank_without_the_index_that_others_have_builds_it_alone(tmp_path):
     first, second = on_fleet(2, tmp_path, _has_it, tmp_path / "set", tmp_path / "caches")
     assert first[0] == second[0]
     assert (first[1], second[1]) == ([(3, 3)], [])
-
-
-def test_a_cache_folder_where_no_lock_can_be_made_is_done_without(tmp_path, monkeypatch):
-    yolo_set(tmp_path, {"a": GOOD})
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "a-file" / "cache"))
-    (tmp_path / "a-file").write_text("")
-    assert len(index_of(tmp_path)) == 1
 
 
 def test_threads_do_not_change_the_index_and_progress_is_told(tmp_path):
@@ -661,20 +556,12 @@ def test_the_blood_cells_are_read_whole():
     assert read_image(index.path(0)).shape == (480, 640, 3)
 
 
-def test_coco_file_names_are_image_ids():
-    index = index_of(reference("data/coco128val"), "val")
-    assert len(index) == 128
-    assert index.image_ids[0] == 139
-    for i in (0, 50, 127):
-        assert read_image(index.path(i)).shape[1::-1] == tuple(index.sizes_wh[i])
-
-
 def test_a_list_that_names_a_folder_with_a_nul_character_loses_that_image_alone(tmp_path):
     root = tmp_path / "set"
     yolo_set(root, {"a": "0 .5 .5 .1 .1", "b": "0 .5 .5 .1 .1"})
     (root / "train.txt").write_bytes(b"./images/train/a.jpg\n./images/train/b.jpg\n./images/x\0y/c.jpg\n")
     (root / "data.yaml").write_text("train: train.txt\nval: images/train\nnames: [cat]\n")
-    index = build_index(load_dataset(str(root)), "train")
+    index = index_of(root)
     assert len(index) == 2 and index.problem_kinds == {"image-missing": 1}
 
 
@@ -684,7 +571,7 @@ def test_polygons_of_yolo_labels_are_kept_in_the_index(tmp_path):
         "b": None,
         "c": "0 0 0 1 0 1 1 0 1\n",
     }
-    index = build_index(load_dataset(str(yolo_set(tmp_path, labels))), "train")
+    index = index_of(yolo_set(tmp_path, labels))
     box, triangle, square = index.outlines(0)
     assert box == [] and len(triangle) == len(square) == 1 and index.outlines(1) == []
     assert triangle[0] == pytest.approx(np.array([[0.1, 0.1], [0.5, 0.1], [0.3, 0.6]]), abs=1e-5)
@@ -705,25 +592,20 @@ def test_polygons_of_coco_are_kept_in_the_index(tmp_path):
     for name in ("a", "b"):
         write_picture(tmp_path / f"{name}.jpg", 64, 48)
     triangle, other = [0, 0, 32, 0, 32, 24], [16, 12, 64, 12, 64, 48, 16, 48]
-    box = {"category_id": 1, "bbox": [0, 0, 64, 48]}
+    box = [0, 0, 64, 48]
+    mask = {"counts": [1, 2], "size": [48, 64]}
+    broken = [[1, 2], "x", triangle, [1, 2, 3, 4, 5, 6, 7], [None] * 6]
     annotations = [
-        {"id": 1, "image_id": 2, **box, "segmentation": [triangle, other]},
-        {"id": 2, "image_id": 1, **box, "segmentation": [other]},
-        {"id": 3, "image_id": 2, **box, "segmentation": {"counts": [1, 2], "size": [48, 64]}, "iscrowd": 1},
-        {"id": 4, "image_id": 2, **box, "segmentation": [[1, 2], "x", triangle, [1, 2, 3, 4, 5, 6, 7], [None] * 6]},
-        {"id": 5, "image_id": 1, **box},
-    ]  # fmt: skip
-    images = [{"id": 2, "file_name": "b.jpg", "width": 64, "height": 48},
-              {"id": 1, "file_name": "a.jpg", "width": 64, "height": 48}]  # fmt: skip
-    (tmp_path / "train.json").write_text(
-        json.dumps({"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "x"}]})
-    )
-    index = build_index(load_dataset(str(tmp_path / "train.json")), "train")
-    first, second = index.outlines(0), index.outlines(1)
-    assert [len(polygons) for polygons in first] == [1, 0] and [len(polygons) for polygons in second] == [
-        2,
-        1,
+        label(1, 2, box, segmentation=[triangle, other]),
+        label(2, 1, box, segmentation=[other]),
+        label(3, 2, box, segmentation=mask) | {"iscrowd": 1},
+        label(4, 2, box, segmentation=broken),
+        label(5, 1, box),
     ]
+    write_coco(tmp_path / "train.json", [image(2, "b.jpg"), image(1, "a.jpg")], annotations)
+    index = index_of(tmp_path / "train.json")
+    first, second = index.outlines(0), index.outlines(1)
+    assert [list(map(len, polygons)) for polygons in (first, second)] == [[1, 0], [2, 1]]
     assert first[0][0][1].tolist() == pytest.approx([1, 0.25], abs=1e-5)
     assert (
         second[0][0].tolist()
@@ -731,16 +613,3 @@ def test_polygons_of_coco_are_kept_in_the_index(tmp_path):
         == [[0, 0], *[[pytest.approx(0.5, abs=1e-5), y] for y in (0, pytest.approx(0.5, abs=1e-5))]]
     )
     assert second[0][1].shape == (4, 2)
-
-
-def test_ranks_exchange_polygons(tmp_path):
-    spec = load_dataset(
-        str(yolo_set(tmp_path, {"a": "0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.5 0.1 0.3 0.6\n", "b": GOOD}))
-    )
-    (reader,) = spec.readers("train")
-    options = {"class_count": 3, "single_cls": False, "problems_kept": 9, "root": tmp_path}
-    parts = [scan(reader, 0, 1, **options), scan(reader, 1, 2, **options)]
-    for part, received in zip(parts, unpack(pack(parts)), strict=True):
-        for name in ("polygon_counts", "point_counts", "points", "classes", "area_px"):
-            assert np.array_equal(getattr(part, name), getattr(received, name)), name
-    assert parts[0].polygon_counts.tolist() == [0, 1] and parts[0].points[1].tolist() == [32768, 6554]

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from coco_files import image, write_coco
 from commands import called, working_in
-from small_data import write_picture
+from small_data import voc_object, write_picture
 
 CANARY = "CANARY4711"
-XML = (
-    f"<annotation><object><name>{CANARY}</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
-    "</object></annotation>"
-)
+XML = f"<annotation>{voc_object(CANARY, (1, 1, 9, 9))}</annotation>"
 SHAPE = {"label": CANARY, "points": [[1, 1], [9, 9]], "shape_type": "rectangle"}
 YAML = "train: train.txt\nval: images\nnames: [a]\n"
 
@@ -25,8 +23,7 @@ def description(entry: str) -> Callable[[str], dict[str, str]]:
 
 
 def coco(path: str) -> dict[str, str]:
-    image = {"id": 1, "file_name": path, "width": 64, "height": 48}
-    content = {"images": [image], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    content = {"images": [image(1, path)], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
     return {"annotations/instances_train.json": json.dumps(content)}
 
 
@@ -95,10 +92,7 @@ def home(tmp_path):
     (outside / "list.txt").write_text(f"images/a.jpg\n{CANARY}.jpg\n{CANARY}2.jpg\n")
     (outside / "names.txt").write_text(f"{CANARY}\n")
     (outside / "labelme" / "b.json").write_text(json.dumps({"imagePath": "b.jpg", "shapes": [SHAPE]}))
-    categories = [{"id": 1, "name": CANARY}]
-    (outside / "coco.json").write_text(
-        json.dumps({"images": [], "annotations": [], "categories": categories})
-    )
+    write_coco(outside / "coco.json", [], [], [(1, CANARY)])
     write_picture(tmp_path / "set" / "images" / "a.jpg", seed=0)
     with working_in(tmp_path, YOLOFLEET_CACHE=str(tmp_path / "cache")):
         yield tmp_path / "set"

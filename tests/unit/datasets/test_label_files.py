@@ -3,10 +3,10 @@
 import os
 
 import pytest
+from label_rows import index_of
 from small_data import encoded, picture, write_picture, yolo_set
 
 from yolofleet.cli import main
-from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.yolotxt import YoloFiles
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
@@ -33,7 +33,7 @@ def files(root, *names, **contents):
 
 
 def totals(root, split="train"):
-    return build_index(load_dataset(str(root)), split).totals()
+    return index_of(root, split).totals()
 
 
 def counted(root, split="train"):
@@ -44,7 +44,7 @@ def counted(root, split="train"):
 
 
 def strays(root, split="train"):
-    index = build_index(load_dataset(str(root)), split)
+    index = index_of(root, split)
     return [problem.what for problem in index.problems if problem.kind == "labels-without-image"]
 
 
@@ -62,7 +62,7 @@ def test_a_suffix_in_capitals_is_taken_and_said_once(tmp_path):
         "labels/c.txt",
     )
     files(tmp_path, data="train: images\n" + NAMES)
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     assert index.totals()["labels"] == 3 and index.problem_kinds["name-assumed"] == 2
     (said,) = index.assumed
     assert said.endswith(
@@ -105,7 +105,7 @@ def test_half_of_the_labels_beside_the_images_are_used_and_said(tmp_path):
         "images/b.txt",
         data="train: images\n" + NAMES,
     )
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     assert index.totals()["labels"] == 2
     assert [str(tmp_path / "images" / "b.txt") in said for said in index.assumed] == [True]
 
@@ -196,7 +196,7 @@ def test_images_in_formats_that_are_not_read_do_not_vanish(tmp_path, capsys):
     for name in ("b.gif", "c.HEIC", "d.avif"):
         write(tmp_path / "images/train" / name, b"x")
     files(tmp_path, "labels/train/b.txt", "labels/train/c.txt")
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     (problem,) = index.problems
     assert problem.kind == "image-unread" and index.totals()["images left out"] == 3
     for word in (".gif: 1", ".heic: 1", ".avif: 1", "convert them"):
@@ -232,7 +232,7 @@ def test_a_list_from_another_machine_is_read(tmp_path, line, end, encoding):
     files(tmp_path, data="train: train.txt\n" + NAMES)
     text = end.join(["# made by hand", line, "", "images/train/b.jpg", ""])
     write(tmp_path / "train.txt", text.encode(encoding))
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     assert [path.rpartition("images")[2] for path in index.paths] == [
         f"{os.sep}train{os.sep}a.jpg",
         f"{os.sep}train{os.sep}b.jpg",
@@ -250,7 +250,7 @@ def test_each_name_of_a_list_is_tried_by_itself_and_the_number_is_said(tmp_path)
         data="train: train.txt\n" + NAMES,
     )
     write(tmp_path / "train.txt", "data/images/a.jpg\nimages/b.jpg\ndata/images/gone.jpg\n")
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     assert len(index) == 2 and [problem.kind for problem in index.problems] == ["image-missing"]
     assert [said.partition(": ")[2] for said in index.assumed] == [
         f"names without a file: 1; others are used, as data/images/a.jpg -> {tmp_path / 'images' / 'a.jpg'}"
@@ -374,16 +374,6 @@ def test_a_data_file_of_darknet_names_files_of_its_folder_only(tmp_path):
     assert "word" not in str(caught.value)
 
 
-def test_a_folder_of_label_studio_is_read_as_one_coco_file_is(tmp_path):
-    files(tmp_path, "images/ab-a.jpg", "labels/ab-a.txt", "images/cd-b.jpg", "labels/cd-b.txt")
-    write(tmp_path / "classes.txt", "cat\ndog\n")
-    write(tmp_path / "notes.json", '{"categories":[{"id":0,"name":"cat"}]}')
-    spec = load_dataset(str(tmp_path))
-    assert spec.names == ("cat", "dog") and any("names from classes.txt" in note for note in spec.notes)
-    assert counted(tmp_path) == counted(tmp_path, "val") == (2, 2, 0, 0)
-    assert main(["data", "check", str(tmp_path)]) == 0
-
-
 def test_a_folder_of_darknet_without_validation_says_what_a_training_needs(tmp_path):
     files(tmp_path, "obj_train_data/a.jpg", "obj_train_data/a.txt")
     write(tmp_path / "obj.data", "names = data/obj.names\ntrain = data/train.txt\n")
@@ -476,5 +466,5 @@ def test_raw_labels_of_public_data_sets_are_named_with_a_way_out(tmp_path, name,
 def test_raw_rows_beside_images_of_a_description_are_named(tmp_path, text, says):
     data = yolo_set(tmp_path, {"a": text})
     with pytest.raises(DataError) as caught:
-        build_index(load_dataset(str(data)), "train")
+        index_of(data)
     assert f"it is {says} label" in str(caught.value) and "column" in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import called, working_in
-from label_rows import rows_of
+from label_rows import index_of, rows_of
 from label_tools import READ_EXPORTS, UNREAD_EXPORTS
 from pages import BLOCKS
 
@@ -66,7 +66,7 @@ def test_the_converted_export_has_the_same_boxes(tmp_path: Path, name: str) -> N
     done = called("data", "convert", data, "--to", "yolo", "--out", out)
     assert done.code == 0, done.err
     for split in READ_EXPORTS[name].splits:
-        source, copy = build_index(load_dataset(data), split), build_index(load_dataset(out), split)
+        source, copy = index_of(data, split), index_of(out, split)
         assert copy.names == source.names == READ_EXPORTS[name].names
         assert np.allclose(copy.boxes_cxcywh_unit, source.boxes_cxcywh_unit, atol=1e-5)
 

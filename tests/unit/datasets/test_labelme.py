@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from commands import called
-from label_rows import rows_of
+from label_rows import index_of, rows_by_name
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
-from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import ConfigError, DataError
 
@@ -42,17 +41,6 @@ def label_file(path: Path, *shapes: Any, image: str | None = None, size_wh: tupl
     return path
 
 
-def index_of(root: Path, split: str = "train") -> DataIndex:
-    return build_index(load_dataset(str(root)), split)
-
-
-def rows(index: DataIndex) -> dict[str, list[list[float]]]:
-    """Return the labels to learn of each image, by its name."""
-    return {
-        Path(path).name: rows_of(index.labels(at)).round(5).tolist() for at, path in enumerate(index.paths)
-    }
-
-
 # shapes
 
 
@@ -76,7 +64,7 @@ def rows(index: DataIndex) -> dict[str, list[list[float]]]:
 def test_the_box_of_a_shape(tmp_path: Path, points: Any, kind: str, box: list[float]) -> None:
     label_file(tmp_path / "set" / "a.json", shape("cat", points, kind))
     index = index_of(tmp_path / "set")
-    assert rows(index) == {"a.jpg": [[0, *box]]} and not index.problems
+    assert rows_by_name(index) == {"a.jpg": [[0, *box]]} and not index.problems
     is_outline = kind not in ("rectangle", "circle", "mask")
     assert len(index.points) == (len(points) if is_outline else 0)
 
@@ -86,7 +74,7 @@ def test_shapes_without_a_box_are_counted_and_make_no_class(tmp_path: Path) -> N
     lines = [shape(kind, CORNERS, kind) for kind in ("point", "points", "line", "linestrip")]
     label_file(root / "a.json", *lines, shape("cat"))
     index = index_of(root)
-    assert index.names == ("cat",) and rows(index) == {"a.jpg": [[0, *BOX]]}
+    assert index.names == ("cat",) and rows_by_name(index) == {"a.jpg": [[0, *BOX]]}
     assert index.problem_kinds == {"shape-without-box": 4}
     assert str(index.problems[0]) == "a.json: shape 1: a point has no box (point) -> not used"
     done = called("data", "check", str(root))
@@ -104,15 +92,9 @@ def test_parts_of_one_group_are_one_object_but_rectangles_are_not_joined(tmp_pat
     )
     index = index_of(root)
     narrow = [0.28125, 0.375, 0.0625, 0.25]
-    assert rows(index)["a.jpg"] == [[0, *BOX], [1, *narrow], [1, *BOX], [1, *BOX]]
+    assert rows_by_name(index)["a.jpg"] == [[0, *BOX], [1, *narrow], [1, *BOX], [1, *BOX]]
     assert index.problem_kinds == {"label-joined": 1, "label-repeated": 1}
     assert "shape 2: part of shape 1" in index.problems[0].what
-
-
-def test_difficult_objects_of_x_anylabeling_are_crowd_regions(tmp_path: Path) -> None:
-    label_file(tmp_path / "set" / "a.json", shape("cat", difficult=True), shape("cat", difficult=False))
-    index = index_of(tmp_path / "set")
-    assert index.crowd.tolist() == [True, False] and len(index.labels(0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -130,25 +112,6 @@ def test_an_unreadable_shape_is_dropped_with_its_number(tmp_path: Path, bad: Any
     assert index.problems[0].what.startswith("shape 2: ")
 
 
-def test_rules_about_boxes_hold(tmp_path: Path) -> None:
-    root = tmp_path / "set"
-    beyond, flat, nan = [[-16, 12], [32, 24]], [[16, 12], [16, 24]], [[float("nan"), 1], [2, 3]]
-    label_file(root / "a.json", shape("cat", beyond), shape("cat"), shape("cat"), shape("cat", flat))
-    label_file(
-        root / "b.json", shape("cat", nan), shape("cat"), shape("cat", [[70, 50], [80, 60]]), shape("cat")
-    )
-    index = index_of(root)
-    assert rows_of(index.labels(0))[0].round(5).tolist() == [0, 0.25, 0.375, 0.5, 0.25]
-    assert index.problem_kinds == {
-        "box-sticks-out": 1,
-        "box-empty": 1,
-        "box-not-finite": 1,
-        "box-outside": 1,
-        "label-repeated": 2,
-    }
-    assert index.problems[0].what.startswith("shape 1: box ")
-
-
 # sizes
 
 
@@ -156,13 +119,13 @@ def test_rules_about_boxes_hold(tmp_path: Path) -> None:
 def test_a_size_that_is_not_stated_is_that_of_the_image(tmp_path: Path, size: tuple[Any, Any]) -> None:
     label_file(tmp_path / "set" / "a.json", shape("cat"), size_wh=size)
     index = index_of(tmp_path / "set")
-    assert rows(index) == {"a.jpg": [[0, *BOX]]} and not index.problems
+    assert rows_by_name(index) == {"a.jpg": [[0, *BOX]]} and not index.problems
 
 
 def test_boxes_refer_to_the_size_that_the_file_states(tmp_path: Path) -> None:
     label_file(tmp_path / "set" / "a.json", shape("cat", [[32, 24], [64, 48]]), size_wh=(128, 96))
     index = index_of(tmp_path / "set")
-    assert rows(index) == {"a.jpg": [[0, *BOX]]} and index.problem_kinds == {"size-differs": 1}
+    assert rows_by_name(index) == {"a.jpg": [[0, *BOX]]} and index.problem_kinds == {"size-differs": 1}
     assert index.problems[0].path == "a.jpg"
 
 
@@ -170,7 +133,7 @@ def test_labels_of_a_turned_photograph_refer_to_the_picture_as_it_is_shown(tmp_p
     path = label_file(tmp_path / "set" / "a.json", shape("cat", [[12, 16], [24, 32]]), size_wh=(48, 64))
     path.with_suffix(".jpg").write_bytes(with_exif_jpeg(encoded(picture(64, 48)), 6))
     index = index_of(tmp_path / "set")
-    assert rows(index) == {"a.jpg": [[0, *BOX]]} and not index.problems
+    assert rows_by_name(index) == {"a.jpg": [[0, *BOX]]} and not index.problems
 
 
 # where files lie
@@ -194,7 +157,7 @@ def test_label_files_in_a_folder_of_their_own_find_their_images(
     write_picture(root / "imgs" / "b.jpg")
     label_file(root / "json" / "a.json", shape("cat"), image=stated)
     index = index_of(root)
-    assert rows(index) == {"a.jpg": [[0, *BOX]], "b.jpg": []}
+    assert rows_by_name(index) == {"a.jpg": [[0, *BOX]], "b.jpg": []}
     assert [line.removeprefix("json/a.json: ") for line in index.assumed] == [note] * bool(note)
     assert index.unlabelled == 1 and index.problem_kinds == ({"name-assumed": 1} if note else {})
 
@@ -202,7 +165,7 @@ def test_label_files_in_a_folder_of_their_own_find_their_images(
 def test_a_folder_of_label_files_alone_finds_images_outside_of_it(tmp_path: Path) -> None:
     write_picture(tmp_path / "imgs" / "a.jpg")
     label_file(tmp_path / "json" / "a.json", shape("cat"), image="..\\imgs\\a.jpg")
-    assert rows(index_of(tmp_path / "json")) == {"a.jpg": [[0, *BOX]]}
+    assert rows_by_name(index_of(tmp_path / "json")) == {"a.jpg": [[0, *BOX]]}
 
 
 def test_a_name_that_two_folders_have_is_not_guessed(tmp_path: Path) -> None:
@@ -221,7 +184,7 @@ def test_a_renamed_pair_belongs_together_whatever_image_path_says(tmp_path: Path
     write_picture(root / "new.jpg")
     label_file(root / "new.json", shape("cat"), image="old.jpg")
     index = index_of(root)
-    assert rows(index) == {"new.jpg": [[0, *BOX]]} and not index.problems
+    assert rows_by_name(index) == {"new.jpg": [[0, *BOX]]} and not index.problems
 
 
 def test_other_json_files_and_a_second_file_of_an_image_are_reported_once(tmp_path: Path) -> None:
@@ -244,7 +207,7 @@ def test_folders_named_as_splits_are_splits(tmp_path: Path, names: tuple[str, ..
     assert spec.names == ("cat", "dog") and not spec.notes
     assert list(spec.splits) == ["train", "val", "test"][: len(names)]
     for split, name in zip(spec.splits, names, strict=True):
-        assert list(rows(build_index(spec, split))) == [f"{name}.jpg"]
+        assert list(rows_by_name(build_index(spec, split))) == [f"{name}.jpg"]
 
 
 @pytest.mark.parametrize("yaml", ["", "train: images/train\nval: images/val\n"])
@@ -256,7 +219,7 @@ def test_the_layout_of_yolo_is_read_with_json_files_in_labels(tmp_path: Path, ya
     data = described(root, yaml) if yaml else root
     for split in ("train", "val"):
         index = index_of(data, split)
-        assert rows(index) == {f"{split}.jpg": [[0, *BOX]]} and not index.problem_kinds
+        assert rows_by_name(index) == {f"{split}.jpg": [[0, *BOX]]} and not index.problem_kinds
 
 
 def test_one_folder_is_both_splits_and_says_so(tmp_path: Path) -> None:
@@ -278,10 +241,10 @@ def test_a_description_numbers_the_classes_and_lists_divide_one_folder(tmp_path:
     (root / "train.txt").write_text("all/a.jpg\nall/b.jpg\n")
     (root / "val.txt").write_text("all/c.jpg\n")
     yaml = described(root, "train: train.txt\nval: val.txt\nnames: [dog, cat]\n")
-    assert rows(index_of(yaml)) == {name: [[1, *BOX], [0, *BOX]] for name in ("a.jpg", "b.jpg")}
-    assert list(rows(index_of(yaml, "val"))) == ["c.jpg"]
+    assert rows_by_name(index_of(yaml)) == {name: [[1, *BOX], [0, *BOX]] for name in ("a.jpg", "b.jpg")}
+    assert list(rows_by_name(index_of(yaml, "val"))) == ["c.jpg"]
     described(root, "train: all\nval: val.txt\n")  # names by alphabet
-    assert rows(index_of(yaml, "val")) == {"c.jpg": [[0, *BOX], [1, *BOX]]}
+    assert rows_by_name(index_of(yaml, "val")) == {"c.jpg": [[0, *BOX], [1, *BOX]]}
 
 
 def test_a_label_that_names_does_not_have_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
@@ -297,7 +260,7 @@ def test_yolo_labels_come_first(tmp_path: Path) -> None:
     label_file(root / "a.json", shape("cat"))
     (root / "a.txt").write_text("1 0.5 0.5 0.5 0.5\n")
     yaml = described(root, "train: .\nval: .\nnames: [cat, dog]\n")
-    assert rows(index_of(yaml)) == {"a.jpg": [[1, 0.5, 0.5, 0.5, 0.5]]}
+    assert rows_by_name(index_of(yaml)) == {"a.jpg": [[1, 0.5, 0.5, 0.5, 0.5]]}
     described(root, "train: .\nval: .\n")
     with pytest.raises(ConfigError, match="no class names"):  # numbers of YOLO's labels are not labelme's
         load_dataset(str(yaml))
@@ -341,23 +304,6 @@ def test_a_changed_label_file_gets_a_new_index(tmp_path: Path) -> None:
 # the next step
 
 
-def test_the_converted_set_has_the_same_boxes(tmp_path: Path) -> None:
-    root = tmp_path / "set"
-    for name in ("train", "val"):
-        label_file(
-            root / name / f"{name}.json",
-            shape("cat"),
-            shape("dog", [[16, 12], [32, 14], [20, 24]], "polygon"),
-        )
-    source = index_of(root)
-    for form in ("yolo", "coco", "voc"):
-        out = tmp_path / form
-        assert called("data", "convert", str(root), "--to", form, "--out", str(out)).code == 0
-        index = index_of(out / "data.yaml")
-        assert index.names == source.names
-        assert np.allclose(index.boxes_cxcywh_unit, source.boxes_cxcywh_unit, atol=1e-4)
-
-
 def test_one_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = label_file(tmp_path / "set" / "a.json", shape("cat"))
     done = called("data", "check", str(path))
@@ -369,4 +315,4 @@ def test_labels_are_part_of_shards(tmp_path: Path) -> None:
     write_picture(tmp_path / "set" / "imgs" / "a.jpg")
     label_file(tmp_path / "set" / "json" / "a.json", shape("cat"), image="..\\imgs\\a.jpg")
     assert called("data", "shard", str(tmp_path / "set"), "--out", str(tmp_path / "packed")).code == 0
-    assert rows(index_of(tmp_path / "packed")) == {"a.jpg": [[0, *BOX]]}
+    assert rows_by_name(index_of(tmp_path / "packed")) == {"a.jpg": [[0, *BOX]]}

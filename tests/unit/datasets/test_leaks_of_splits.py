@@ -8,12 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from commands import called, working_in
+from commands import called
+from label_rows import index_of
 from small_data import write_picture, yolo_set
 
 from yolofleet.data.datasets.divide import groups_by_name
-from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.sources import load_dataset
 
 VIDEOS, FRAMES = 5, 4
 # the path of frame n of video v below the folder of images
@@ -27,12 +26,6 @@ LAYOUTS = {
     "split, flat": "{part}/clip{v}_{name}{n:04d}.png",
 }
 NAMES = ["frame_", "frame", "img", "IMG_", "out", "thumb-", ""]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    with working_in(tmp_path, YOLOFLEET_CACHE=str(tmp_path / "cache"), COLUMNS="200"):
-        yield tmp_path
 
 
 def frames_of(layout: str, name: str) -> dict[str, int]:
@@ -70,7 +63,7 @@ def write_frames(root: Path, videos: dict[str, int]) -> None:
 
 
 def lists(out: Path) -> dict[str, list[str]]:
-    return {split: list(build_index(load_dataset(str(out)), split).paths) for split in ("train", "val")}
+    return {split: list(index_of(out, split).paths) for split in ("train", "val")}
 
 
 @pytest.mark.parametrize(("layout", "name"), [("folder", "frame_"), ("split folder", "out"), ("flat", "img")])

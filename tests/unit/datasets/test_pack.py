@@ -8,14 +8,15 @@ import shutil
 import sys
 import tarfile
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from label_rows import index_of
 from small_data import write_picture
 
 from yolofleet.data.datasets.convert import convert
-from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.pack import members_of, shard, unshard, write_list
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.writers import Images
@@ -27,11 +28,6 @@ from yolofleet.storage.shards import LIST, Stored, read_index
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def test_shards_are_the_same_data_set(data: Path):
     assert len(list(out.glob("shard-*.tar"))) > 2
     for name in (str(out), f"file://{out}/data.yaml", f"file://{out}"):
         for split in ("train", "val"):
-            theirs, ours = build_index(load_dataset(name), split), build_index(load_dataset(str(data)), split)
+            theirs, ours = index_of(name, split), index_of(data, split)
             assert theirs.digest == ours.digest
             for image in range(len(ours)):
                 assert (read_image(theirs.path(image)) == read_image(ours.path(image))).all()
@@ -135,10 +131,10 @@ def test_an_index_of_labels_reads_no_image(data: Path, monkeypatch: pytest.Monke
         return read(store, objects)
 
     monkeypatch.setattr(ObjectStore, "read", recorded)
-    index = build_index(load_dataset(str(out)), "train")
+    index = index_of(out)
     assert [path for path in asked if path.startswith("images/")] == ["images/train/000.jpg"]
     assert [problem.kind for problem in index.problems] == ["image-unreadable"]
-    assert index.digest == build_index(load_dataset(str(data)), "train").digest
+    assert index.digest == index_of(data).digest
 
 
 def test_an_image_of_another_size_than_the_index_says_is_refused(data: Path):
@@ -146,8 +142,8 @@ def test_an_image_of_another_size_than_the_index_says_is_refused(data: Path):
     lines = (out / INDEX).read_text().splitlines()
     at = next(at for at, line in enumerate(lines) if "images/train/003" in line)
     lines[at] = json.dumps([*json.loads(lines[at])[:6], 48, 64])
-    (out / INDEX).write_bytes(damaged(lines, "none"))
-    images = ImageCache(build_index(load_dataset(str(out)), "train"), 64, "none")
+    (out / INDEX).write_bytes(sealed(*lines[:-1]))
+    images = ImageCache(index_of(out), 64, "none")
     images.get(0)
     with pytest.raises(DataError, match=r"003\.jpg has 64 x 48 pixels; the index has 48 x 64"):
         images.get(3)
@@ -211,99 +207,13 @@ def test_a_list_in_a_store_names_its_own_images_only(data: Path, outside: str):
     (data.parent / "train.txt").write_text(f"./images/train/000.jpg\n{outside}\n")
     data.write_text("train: train.txt\nval: images/val\nnames: [cat, dog]\n")
     with pytest.raises(DataError, match="outside of the data set"):
-        build_index(load_dataset(f"file://{data}"), "train")
+        index_of(f"file://{data}")
 
 
 def test_a_description_on_a_disk_names_no_address(data: Path):
     data.write_text("train: https://internal/images\nval: images/val\nnames: [cat, dog]\n")
     with pytest.raises(ConfigError, match="only an address that you type"):
         load_dataset(str(data))
-
-
-def damaged(lines: list[str], damage: str) -> bytes:
-    """An index with one fault and a valid last line, unless that is the fault."""
-    head, first = json.loads(lines[0]), json.loads(lines[1])
-    end = json.loads(lines[-1])
-    changes = {
-        "above": lambda: first.__setitem__(0, "../evil"),
-        "absolute": lambda: first.__setitem__(0, "/etc/passwd"),
-        "control": lambda: first.__setitem__(0, "a\x1b[2J"),
-        "no text": lambda: first.__setitem__(0, 7),
-        "shard": lambda: first.__setitem__(1, 10**6),
-        "negative": lambda: first.__setitem__(1, -2),
-        "part of a file": lambda: (first.__setitem__(1, -1), first.__setitem__(2, 8)),
-        "outside": lambda: first.__setitem__(2, 10**9),
-        "huge": lambda: first.__setitem__(3, 1 << 40),
-        "time": lambda: first.__setitem__(4, 1 << 80),
-        "no width": lambda: first.append(0),
-        "no size": lambda: first.extend([0, 48]),
-        "wide": lambda: first.extend([1 << 31, 48]),
-        "digest": lambda: first.__setitem__(5, "no digest"),
-        "no digest": lambda: first.__setitem__(5, 64 * "g"),
-        "short": lambda: first.pop(),
-        "format": lambda: head.__setitem__("format", "another"),
-        "shards": lambda: head.__setitem__("shards", {"a": 1}),
-        "shard of a number": lambda: head["shards"].__setitem__(0, [5, 10]),
-        "endless shard": lambda: head["shards"].__setitem__(0, ["a.tar", float("inf")]),
-        "huge shard": lambda: (
-            head["shards"].__setitem__(0, ["a.tar", 1 << 80]),
-            first.__setitem__(2, 1 << 79),
-        ),
-        "no count": lambda: end.pop("files"),
-        "shard above": lambda: head["shards"].__setitem__(0, ["../evil.tar", 10**9]),
-        "twice": lambda: first.__setitem__(0, json.loads(lines[2])[0]),
-        "count": lambda: end.__setitem__("files", 1),
-    }
-    changes.get(damage, nothing)()
-    body = "".join(f"{line}\n" for line in [json.dumps(head), json.dumps(first), *lines[2:-1]])
-    end["sha256"] = hashlib.sha256(body.encode()).hexdigest()
-    whole = body + json.dumps(end) + "\n"
-    others = {
-        "cut": whole[:-100],
-        "flipped": whole.replace("images", "imagez", 1),
-        "empty": "",
-        "no JSON": "{\n" + whole,
-        "deep": "[" * 100000,
-    }
-    return others.get(damage, whole).encode()
-
-
-DAMAGES = [
-    *(
-        "above",
-        "absolute",
-        "control",
-        "no text",
-        "shard",
-        "negative",
-        "part of a file",
-        "outside",
-        "huge",
-        "time",
-        "no width",
-        "no size",
-        "wide",
-        "digest",
-        "no digest",
-    ),
-    *(
-        "short",
-        "format",
-        "shards",
-        "shard above",
-        "shard of a number",
-        "endless shard",
-        "huge shard",
-        "no count",
-        "twice",
-        "count",
-        "cut",
-        "flipped",
-        "empty",
-        "no JSON",
-        "deep",
-    ),
-]
 
 
 def test_a_list_names_the_files_themselves(data: Path, tmp_path: Path):
@@ -344,42 +254,66 @@ def test_no_list_is_written_through_a_link(data: Path, tmp_path: Path):
     assert (tmp_path / "other").read_text() == "mine"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_or_hostile_index_is_refused(data: Path, damage: str):
-    out = shards_of(data)
-    lines = (out / INDEX).read_text().splitlines()
-    assert damaged(lines, "none") == (out / INDEX).read_bytes()
-    (out / INDEX).write_bytes(damaged(lines, damage))
-    with pytest.raises(StorageError, match="damaged") as refused:
-        load_dataset(str(out))
-    assert "\x1b" not in refused.value.render()
+DIGEST = 64 * "0"
+HEAD = {"format": "yolofleet shards 1", "shards": [["a.tar", 1000]]}
+ROW, OTHER = (["images/a.jpg", 0, 0, 100, 7, DIGEST, 64, 48], ["images/b.jpg", 0, 100, 100, 7, DIGEST])
+
+
+def sealed(*lines: Any, **end: Any) -> bytes:
+    """An index of these lines, as values or as text, and the last line that belongs to them but for ``end``."""
+    body = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    last = {"sha256": hashlib.sha256(body.encode()).hexdigest(), "files": len(lines) - 1} | end
+    return f"{body}{json.dumps(last)}\n".encode()
+
+
+def damaged_indexes() -> Iterator[bytes]:
+    """Indexes with one fault each; the last line is right unless it has the fault."""
+    fields: dict[int, list[Any]] = {
+        0: ["../evil", "/etc/passwd", "a\x1b[2J", 7, OTHER[0]],
+        1: [10**6, -2],
+        2: [10**9],
+        3: [1 << 40],
+        4: [1 << 80],
+        5: ["no digest", 64 * "g"],
+        6: [0, 1 << 31],
+    }
+    for place, values in fields.items():
+        for value in values:
+            yield sealed(HEAD, [*ROW[:place], value, *ROW[place + 1 :]], OTHER)
+    for row in (ROW[:5], ROW[:7], ["images/a.jpg", -1, 8, *ROW[3:]]):  # the last is a part of a file
+        yield sealed(HEAD, row, OTHER)
+    for shards in ({"a": 1}, [[5, 1000]], [["a.tar", float("inf")]], [["../evil.tar", 1000]]):
+        yield sealed(HEAD | {"shards": shards}, ROW, OTHER)
+    yield sealed(HEAD | {"shards": [["a.tar", 1 << 80]]}, [*ROW[:2], 1 << 79, *ROW[3:]], OTHER)
+    yield sealed(HEAD | {"format": "another"}, ROW, OTHER)
+    whole = sealed(HEAD, ROW, OTHER)
+    yield from (sealed(HEAD, ROW, OTHER, files=1), whole.replace(b"files", b"fools"), whole[:-100])
+    yield from (whole.replace(b"images", b"imagez", 1), b"", b"{\n" + whole, b"[" * 100_000)
+
+
+def test_a_damaged_or_hostile_index_is_refused():
+    assert list(read_index(sealed(HEAD, ROW, OTHER), "x")) == ["images/a.jpg", "images/b.jpg"]
+    for content in damaged_indexes():
+        with pytest.raises(StorageError, match="damaged") as refused:
+            read_index(content, "x")
+        assert "\x1b" not in refused.value.render(), content[:300]
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("[]", "its lines are not those of an index"),
-        ("[1]", "its lines are not those of an index"),
-        ('["a.txt",0,0,5,0,"' + 64 * "0" + '",1]', "its lines are not those of an index"),
-        ('["a.txt",0,0,' + 5000 * "9" + ',0,"' + 64 * "0" + '"]', "its lines are not those of an index"),
-        ("{}", "its lines are not those of an index"),
-        ('["a.txt",0,0,50,0,"' + 64 * "0" + '"]', "a file lies outside its shard"),
-    ],
+    "row", ["[]", "[1]", "{}", [*ROW[:6], 1], f'["a.txt",0,0,{5000 * "9"},0,"{DIGEST}"]']
 )
-def test_a_damaged_index_is_described_without_words_of_python(row: str, says: str):
-    body = f'{{"format": "yolofleet shards 1", "shards": [["a.tar", 10]]}}\n{row}\n'
-    end = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "files": 1})
-    with pytest.raises(StorageError, match="x is damaged") as refused:
-        read_index(f"{body}{end}\n".encode(), "x")
-    assert refused.value.what == f"x is damaged: {says}"
+def test_a_damaged_index_is_described_without_words_of_python(row: Any):
+    with pytest.raises(StorageError) as refused:
+        read_index(sealed(HEAD, row), "x")
+    assert refused.value.what == "x is damaged: its lines are not those of an index"
+    with pytest.raises(StorageError, match="x is damaged: a file lies outside its shard"):
+        read_index(sealed(HEAD, [*ROW[:3], 1001, *ROW[4:]]), "x")
 
 
 def index_of_paths(*paths: str) -> bytes:
     """An index of a web server's files; they need not exist."""
-    rows = [json.dumps([path, -1, 0, 4, 1_795_887_281_815_085_761, 64 * "0"]) for path in paths]
-    body = "\n".join(['{"format": "yolofleet shards 1", "shards": []}', *rows, ""]).encode()
-    end = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "files": len(paths)})
-    return body + end.encode() + b"\n"
+    rows = ([path, -1, 0, 4, 1_795_887_281_815_085_761, DIGEST] for path in paths)
+    return sealed({"format": "yolofleet shards 1", "shards": []}, *rows)
 
 
 @pytest.mark.parametrize("parts", [513, 2000, 100_000])
@@ -427,11 +361,8 @@ def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.
     whole = (out / about.shard).read_bytes()
     at = about.offset + about.size // 2
     (out / about.shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    images = ImageCache(build_index(load_dataset(str(out)), "train"), 64, "none")
+    images = ImageCache(index_of(out), 64, "none")
     with pytest.raises(StorageError, match=r"images/train/003\.jpg"):
         images.get(3)
     (out / about.shard).write_bytes(whole)
-    assert (
-        build_index(load_dataset(str(out)), "train").digest
-        == build_index(load_dataset(str(data)), "train").digest
-    )
+    assert index_of(out).digest == index_of(data).digest

@@ -9,18 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import called, train_args, working_in
-from label_rows import rows_of
+from commands import called, train_args
+from label_rows import index_of, rows_of
 from small_data import write_picture, yolo_set
 
 from yolofleet.data.datasets.convert import convert
 from yolofleet.data.datasets.divide import Stratification, groups_by_name
-from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
-
-
-def index_of(root: Path, split: str) -> DataIndex:
-    return build_index(load_dataset(str(root)), split)
 
 
 def stems(root: Path, split: str) -> set[str]:
@@ -36,12 +31,6 @@ def boxes(root: Path, split: str) -> dict[str, list[tuple[str, float]]]:
         )
         for at, path in enumerate(index.paths)
     }
-
-
-@pytest.fixture
-def folder(tmp_path):
-    with working_in(tmp_path, YOLOFLEET_CACHE=str(tmp_path / "cache"), COLUMNS="200"):
-        yield tmp_path
 
 
 def many(root: Path) -> Path:

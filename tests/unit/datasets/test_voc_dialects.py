@@ -7,20 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from label_rows import rows_of
+from label_rows import index_of, rows_by_name
 from small_data import write_picture
 
 from yolofleet.data.datasets import vocxml
-from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import DataError
 
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of the box below in 160 x 120 pixels
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
 
 
 def xml(
@@ -39,17 +34,6 @@ def xml(
     )
 
 
-def read(path: Path, split: str = "train") -> DataIndex:
-    return build_index(load_dataset(str(path)), split)
-
-
-def rows(index: DataIndex) -> dict[str, list[list[float]]]:
-    return {
-        Path(p).name: rows_of(index.labels(at)).astype(float).round(5).tolist()
-        for at, p in enumerate(index.paths)
-    }
-
-
 def described(folder: Path, train: str, val: str) -> Path:
     (folder / "data.yaml").write_text(f"train: {train}\nval: {val}\nnames: [fire]\n")
     return folder / "data.yaml"
@@ -65,8 +49,8 @@ def test_lists_of_pairs(tmp_path: Path, place: str) -> None:
         listing.write_text(f"./JPEGImages/t {number}.jpg ./Annotations/t{number}.xml\r\n")
     data = tmp_path if place else described(tmp_path, "train.txt", "val.txt")
     for number, split in ((1, "train"), (2, "val")):
-        index = read(data, split)
-        assert rows(index) == {f"t {number}.jpg": [ROW]} and not index.problem_kinds
+        index = index_of(data, split)
+        assert rows_by_name(index) == {f"t {number}.jpg": [ROW]} and not index.problem_kinds
 
 
 @pytest.mark.parametrize("line", ["a", "a.jpg", "JPEGImages/a.jpg", "VOC\\JPEGImages\\a.jpg", "a 1", "a  -1"])
@@ -77,8 +61,8 @@ def test_names_of_lists(tmp_path: Path, line: str) -> None:
         path = tmp_path / "ImageSets" / "Main" / f"{split}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{line}\n")
-    index = read(tmp_path)
-    assert rows(index) == {"a.jpg": [ROW]}
+    index = index_of(tmp_path)
+    assert rows_by_name(index) == {"a.jpg": [ROW]}
     assert index.problem_kinds == ({"name-assumed": 1} if "." in line else {})
 
 
@@ -92,9 +76,9 @@ def test_xml_without_lists(tmp_path: Path, folders: tuple[str, str]) -> None:
     spec = load_dataset(str(tmp_path))
     assert spec.names == ("fire",) and list(spec.splits) == ["train", "val"]
     index = build_index(spec, "train")
-    assert rows(index) == expected and index.problem_kinds == {"labels-without-image": 1}
+    assert rows_by_name(index) == expected and index.problem_kinds == {"labels-without-image": 1}
     assert "m3.xml: belongs to no image" in index.problems_text()
-    assert rows(read(described(tmp_path, folders[0], folders[0]))) == expected
+    assert rows_by_name(index_of(described(tmp_path, folders[0], folders[0]))) == expected
 
 
 def test_folders_of_splits_are_splits(tmp_path: Path) -> None:
@@ -102,8 +86,8 @@ def test_folders_of_splits_are_splits(tmp_path: Path) -> None:
         write_picture(tmp_path / split / f"{split}.png", 160, 120)
         xml(tmp_path / split / f"{split}.xml")
     spec = load_dataset(str(tmp_path))
-    assert rows(build_index(spec, "train")) == {"train.png": [ROW]}
-    assert rows(build_index(spec, "val")) == {"valid.png": [ROW]}
+    assert rows_by_name(build_index(spec, "train")) == {"train.png": [ROW]}
+    assert rows_by_name(build_index(spec, "val")) == {"valid.png": [ROW]}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +106,8 @@ def test_the_stated_size_scales_boxes_only_if_it_is_certain(
 ) -> None:
     write_picture(tmp_path / "a.png", 160, 120)
     xml(tmp_path / "a.xml", size=size, box=box)
-    index = read(tmp_path)
-    assert rows(index) == {"a.png": [row]} and index.problem_kinds == ({kind: 1} if kind else {})
+    index = index_of(tmp_path)
+    assert rows_by_name(index) == {"a.png": [row]} and index.problem_kinds == ({kind: 1} if kind else {})
 
 
 @pytest.mark.parametrize(
@@ -138,8 +122,8 @@ def test_other_values_are_dropped_with_field_and_value(tmp_path: Path, change: d
     for name in ("a", "b", "c"):
         write_picture(tmp_path / f"{name}.png", 160, 120)
         xml(tmp_path / f"{name}.xml", **(change if name == "b" else {}))
-    index = read(tmp_path)
-    assert rows(index) == {"a.png": [ROW], "b.png": [], "c.png": [ROW]}
+    index = index_of(tmp_path)
+    assert rows_by_name(index) == {"a.png": [ROW], "b.png": [], "c.png": [ROW]}
     assert (
         index.problem_kinds == {"label-unreadable": 1}
         and f"object 1 (fire): {words}" in index.problems_text()
@@ -151,8 +135,8 @@ def test_difficult_objects_are_crowd_regions(tmp_path: Path, difficult: str) -> 
     for name in ("a", "b"):
         write_picture(tmp_path / f"{name}.png", 160, 120)
         xml(tmp_path / f"{name}.xml", more=f"<difficult>{difficult}</difficult>" if name == "a" else "")
-    index = read(tmp_path)
-    assert rows(index) == {"a.png": [], "b.png": [ROW]} and index.totals()["crowd regions"] == 1
+    index = index_of(tmp_path)
+    assert rows_by_name(index) == {"a.png": [], "b.png": [ROW]} and index.totals()["crowd regions"] == 1
 
 
 def voc_folder(root: Path, folders: tuple[str, str, str], lists: dict[str, str]) -> None:
@@ -176,12 +160,12 @@ def test_lists_in_folders_of_other_case_divide_the_images(
     tmp_path: Path, folders: tuple[str, str, str]
 ) -> None:
     voc_folder(tmp_path, folders, {"train": "a\nb\n", "val": "c\n"})
-    assert rows(read(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
-    assert rows(read(tmp_path, "val")) == {"c.jpg": [ROW]}
+    assert rows_by_name(index_of(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
+    assert rows_by_name(index_of(tmp_path, "val")) == {"c.jpg": [ROW]}
     voc_yaml = described(tmp_path, f"{folders[2]}/train.txt", ".")
-    assert sorted(rows(read(voc_yaml))) == ["a.jpg", "b.jpg"] and sorted(rows(read(voc_yaml, "val"))) == [
-        "c.jpg"
-    ]
+    assert sorted(rows_by_name(index_of(voc_yaml))) == ["a.jpg", "b.jpg"] and sorted(
+        rows_by_name(index_of(voc_yaml, "val"))
+    ) == ["c.jpg"]
 
 
 @pytest.mark.parametrize("val", ["val", "valid"])
@@ -194,15 +178,15 @@ def test_a_folder_of_paddle_is_divided_by_its_lists_and_numbered_by_its_names(
     spec = load_dataset(str(tmp_path))
     assert spec.names == ("smoke", "fire") and "names from label_list.txt: smoke, fire" in spec.notes
     row = [1, *ROW[1:]]
-    assert rows(read(tmp_path)) == {"a.jpg": [row], "b.jpg": [row]}
-    assert rows(read(tmp_path, "val")) == {"c.jpg": [row]}
+    assert rows_by_name(index_of(tmp_path)) == {"a.jpg": [row], "b.jpg": [row]}
+    assert rows_by_name(index_of(tmp_path, "val")) == {"c.jpg": [row]}
 
 
 def test_a_list_of_pairs_says_which_other_names_it_used(tmp_path: Path) -> None:
     lines = "JPEGImages\\a.jpg Annotations\\a.xml\nJPEGImages/b.jpg Annotations/b.xml\n"
     voc_folder(tmp_path, (*USUAL[:2], ""), {"train": lines, "val": lines})
     (tmp_path / "label_list.txt").write_text("smoke\nfire\n")
-    index = read(tmp_path)
+    index = index_of(tmp_path)
     assert len(index) == 2 and index.problem_kinds == {"name-assumed": 2}
     assert "names without a file: 2; others are used, as JPEGImages\\a.jpg -> " in index.assumed[0]
 
@@ -210,11 +194,11 @@ def test_a_list_of_pairs_says_which_other_names_it_used(tmp_path: Path) -> None:
 def test_trainval_is_not_learned_beside_a_list_of_val(tmp_path: Path) -> None:
     voc_folder(tmp_path, USUAL, {"trainval": "a\nb\nc\n", "val": "c\n"})
     with pytest.raises(DataError, match="has no list of its train images") as caught:
-        read(tmp_path)
+        index_of(tmp_path)
     assert "train.txt" in caught.value.hint and "none that another list has" in caught.value.hint
-    assert rows(read(tmp_path, "val")) == {"c.jpg": [ROW]}
+    assert rows_by_name(index_of(tmp_path, "val")) == {"c.jpg": [ROW]}
     (tmp_path / "ImageSets/Main/val.txt").rename(tmp_path / "ImageSets/Main/test.txt")
-    assert len(read(tmp_path)) == 3
+    assert len(index_of(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -228,16 +212,16 @@ def test_an_object_with_a_polygon_alone_has_the_box_around_it(tmp_path: Path, po
     voc_folder(tmp_path, USUAL, {"train": "a\nb\n", "val": "c\n"})
     path = tmp_path / "Annotations" / "a.xml"
     path.write_text(re.sub("<bndbox>.*</bndbox>", f"<polygon>{points}</polygon>", path.read_text()))
-    assert rows(read(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
+    assert rows_by_name(index_of(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
 
 
 def test_a_name_that_two_images_share_is_refused_if_a_list_has_it(tmp_path: Path) -> None:
     voc_folder(tmp_path, USUAL, {"train": "a\nb\n", "val": "c\n"})
     write_picture(tmp_path / "JPEGImages" / "d.png", 40, 40)
-    assert len(read(tmp_path)) == 2
+    assert len(index_of(tmp_path)) == 2
     write_picture(tmp_path / "JPEGImages" / "a.png", 40, 40)
     with pytest.raises(DataError, match=r"may mean .*a\.jpg or .*a\.png"):
-        read(tmp_path)
+        index_of(tmp_path)
 
 
 def test_a_line_of_a_list_that_leads_elsewhere_opens_no_other_folder(tmp_path: Path) -> None:
@@ -250,8 +234,8 @@ def test_a_line_of_a_list_that_leads_elsewhere_opens_no_other_folder(tmp_path: P
     listing = root / "ImageSets" / "Main" / "train.txt"
     listing.parent.mkdir(parents=True)
     listing.write_text(f"c\nd\ne\n{elsewhere}/x\n/dev/fd/999/x\n")
-    index = read(root)
-    assert list(rows(index)) == ["c.jpg", "d.jpg", "e.jpg"]
+    index = index_of(root)
+    assert list(rows_by_name(index)) == ["c.jpg", "d.jpg", "e.jpg"]
     assert index.problem_kinds == {"image-missing": 2, "labels-without-image": 1}
 
 
@@ -287,7 +271,9 @@ def corners(*numbers: float) -> str:
 )  # fmt: skip
 def test_encodings_that_tools_write_are_read(tmp_path: Path, declared: str, codec: str, name: str) -> None:
     head = f'<?xml version="1.0" encoding="{declared}"?>'
-    index = read(two_splits(tmp_path, one_object(corners(11, 9, 40, 28), name), head=head, encoding=codec))
+    index = index_of(
+        two_splits(tmp_path, one_object(corners(11, 9, 40, 28), name), head=head, encoding=codec)
+    )
     assert index.names == (name,) and len(index.classes) == 1 and not index.problem_kinds
 
 
@@ -307,14 +293,14 @@ def test_a_file_that_cannot_be_read_is_named_with_its_reason(
 ) -> None:
     two_splits(tmp_path, one_object(corners(11, 9, 40, 28), "é"), head=head, encoding=encoding)
     with pytest.raises(DataError) as caught:
-        read(described(tmp_path, ".", ".") if has_names else tmp_path)
+        index_of(described(tmp_path, ".", ".") if has_names else tmp_path)
     assert "Annotations/train.xml" in str(caught.value) and reason in str(caught.value)
 
 
 def test_the_first_of_several_boxes_of_an_object_is_taken_and_said(tmp_path: Path) -> None:
     two = one_object(corners(11, 9, 40, 28) + corners(51, 31, 90, 60))
     part = f"<part><name>handle</name>{corners(1, 1, 5, 5)}</part>"
-    index = read(two_splits(tmp_path, two + one_object(part + corners(51, 31, 90, 60))))
+    index = index_of(two_splits(tmp_path, two + one_object(part + corners(51, 31, 90, 60))))
     expected = [(10 + 40) / 2 / 96, (8 + 28) / 2 / 64, 30 / 96, 20 / 64], [70 / 96, 45 / 64, 40 / 96, 30 / 64]
     assert index.boxes_cxcywh_unit.tolist() == [pytest.approx(box) for box in expected]
     assert index.problem_kinds == {"box-derived": 1} and "objects with several bndbox" in index.assumed[0]
@@ -322,14 +308,14 @@ def test_the_first_of_several_boxes_of_an_object_is_taken_and_said(tmp_path: Pat
 
 def test_rotated_boxes_of_rolabelimg_are_learned_as_the_box_around_them(tmp_path: Path) -> None:
     box = "<robndbox><cx>48</cx><cy>32</cy><w>40</w><h>10</h><angle>1.57079633</angle></robndbox>"
-    index = read(two_splits(tmp_path, one_object(box)))
+    index = index_of(two_splits(tmp_path, one_object(box)))
     assert index.boxes_cxcywh_unit.tolist() == [pytest.approx([0.5, 0.5, 10 / 96, 40 / 64], abs=1e-5)]
     assert index.problem_kinds == {"box-derived": 1} and "rotated boxes" in index.assumed[0]
 
 
 def test_exchanged_corners_are_named(tmp_path: Path) -> None:
     good = one_object(corners(11, 9, 40, 28))
-    index = read(two_splits(tmp_path, good + good + one_object(corners(40, 9, 11, 28))))
+    index = index_of(two_splits(tmp_path, good + good + one_object(corners(40, 9, 11, 28))))
     assert index.problem_kinds["box-empty"] == 1 and "xmin > xmax" in str(index.problems[0])
 
 
@@ -339,7 +325,7 @@ def test_whole_images_of_a_set_in_fractions_are_fractions_too(tmp_path: Path) ->
     (root / "Annotations/train.xml").write_text(whole.replace("<xmin>0", "<xmin>0.5"))
     write_picture(root / "JPEGImages" / "val.png", 96, 64)
     (root / "ImageSets/Main/train.txt").write_text("val\ntrain\n")
-    index = read(root)
+    index = index_of(root)
     assert index.boxes_cxcywh_unit.tolist() == [[0.5, 0.5, 1, 1], [0.75, 0.5, 0.5, 1]]
     assert index.problem_kinds == {"numbers-assumed": 2}
 
@@ -359,5 +345,5 @@ def test_a_file_with_many_problems_is_not_read_for_each(
         return read_labels(*given)
 
     monkeypatch.setattr(vocxml, "read_labels", counted)
-    assert sum(read(root).problem_kinds.values()) >= 99
+    assert sum(index_of(root).problem_kinds.values()) >= 99
     assert len(calls) <= 8  # names, labels and lines of two splits

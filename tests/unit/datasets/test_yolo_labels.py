@@ -4,7 +4,7 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
-from label_rows import rows_of
+from label_rows import index_of, rows_of
 from small_data import yolo_set
 
 from yolofleet.data.datasets import yolotxt
@@ -20,9 +20,9 @@ POSE_3 = "0 0.5 0.5 0.2 0.1 0.42 0.46 2 0.58 0.47 2 0.44 0.54 2 0.57 0.53 2\n"  
 POSE_2 = "0 0.5 0.5 0.2 0.1 0.42 0.46 0.58 0.47\n"  # 5 + 2 * 2
 
 
-def index_of(root, **labels):
+def index_with(root, **labels):
     yolo_set(root, {**labels, "good": MANY})
-    return build_index(load_dataset(str(root)), "train", strict=False)
+    return index_of(root, strict=False)
 
 
 def boxes(index, image=0):
@@ -39,7 +39,7 @@ def kinds(index):
 def test_kpt_shape_says_that_columns_two_to_five_are_the_box(tmp_path, shape, row):
     yaml = yolo_set(tmp_path, {"a": f"{row}\n{GOOD}", "b": MANY})
     yaml.write_text(yaml.read_text() + f"kpt_shape: {shape}\nflip_idx: [0]\n")
-    index = build_index(load_dataset(str(yaml)), "train")
+    index = index_of(yaml)
     assert boxes(index) == [[0, 0.5, 0.5, 0.2, 0.1], [0, 0.5, 0.5, 0.2, 0.4]]
     assert index.problems == () and not len(index.points)
 
@@ -47,7 +47,7 @@ def test_kpt_shape_says_that_columns_two_to_five_are_the_box(tmp_path, shape, ro
 def test_rows_that_kpt_shape_does_not_allow_are_dropped_by_file_and_line(tmp_path):
     yaml = yolo_set(tmp_path, {"a": POSE_3 + POSE_2, "b": MANY})
     yaml.write_text(yaml.read_text() + "kpt_shape: [4, 3]\n")
-    index = build_index(load_dataset(str(yaml)), "train")
+    index = index_of(yaml)
     (problem,) = index.problems
     assert (problem.path, problem.line) == ("labels/train/a.txt", 2)
     assert "9 columns; kpt_shape [4, 3] means 17" in problem.what
@@ -59,7 +59,7 @@ def test_another_kpt_shape_makes_another_index(tmp_path):
     keys = set()
     for shape in ("[4, 3]", "[2, 2]"):
         yaml.write_text(f"{text}kpt_shape: {shape}\n")
-        keys.add(build_index(load_dataset(str(yaml)), "train").key)
+        keys.add(index_of(yaml).key)
     assert len(keys) == 2
 
 
@@ -84,7 +84,7 @@ def test_a_kpt_shape_of_another_form_is_an_error_with_its_line(tmp_path, shape):
     ],
 )
 def test_a_pose_without_kpt_shape_is_no_polygon_in_silence(tmp_path, row, shape):
-    index = index_of(tmp_path, a=row)
+    index = index_with(tmp_path, a=row)
     (problem,) = index.problems
     assert (problem.path, problem.line, problem.kind) == ("labels/train/a.txt", 1, "label-of-pose")
     assert f"kpt_shape: {shape}" in problem.what
@@ -94,9 +94,9 @@ def test_a_pose_without_kpt_shape_is_no_polygon_in_silence(tmp_path, row, shape)
 def test_a_data_set_of_poses_without_kpt_shape_is_refused_and_trains_as_the_message_says(tmp_path):
     yaml = yolo_set(tmp_path, {"a": POSE_3, "b": POSE_3})
     with pytest.raises(DataError, match=r"kpt_shape: \[4, 3\] in the YAML"):
-        build_index(load_dataset(str(yaml)), "train")
+        index_of(yaml)
     yaml.write_text(yaml.read_text() + "kpt_shape: [4, 3]\n")
-    assert build_index(load_dataset(str(yaml)), "train").totals()["labels"] == 2
+    assert index_of(yaml).totals()["labels"] == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_data_set_of_poses_without_kpt_shape_is_refused_and_trains_as_the_mess
     ],
 )
 def test_a_polygon_stays_one(tmp_path, row):
-    index = index_of(tmp_path, a=row)
+    index = index_with(tmp_path, a=row)
     x, y = [[*map(float, row.split()[start::2])] for start in (1, 2)]
     (box,) = boxes(index)
     assert box[1:] == pytest.approx(
@@ -122,7 +122,7 @@ def test_a_polygon_stays_one(tmp_path, row):
 
 def test_rows_with_four_corners_are_boxes_around_them_and_said_once(tmp_path):
     rotated = "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"  # a square on its corner
-    index = index_of(tmp_path, a=rotated + rotated.replace("0 ", "1 ", 1), b=rotated + GOOD)
+    index = index_with(tmp_path, a=rotated + rotated.replace("0 ", "1 ", 1), b=rotated + GOOD)
     assert boxes(index)[0] == pytest.approx([0, 0.5, 0.5, 0.4, 0.4], abs=1e-6)
     assert index.totals()["labels"] == 8 and index.problems == ()
     assert list(index.assumed) == [
@@ -132,17 +132,17 @@ def test_rows_with_four_corners_are_boxes_around_them_and_said_once(tmp_path):
 
 def test_polygons_that_may_all_be_poses_are_said_once_with_their_number(tmp_path):
     large = "0 0.5 0.5 0.5 0.6 0.4 0.3 0.6 0.3 0.5 0.7\n"  # a person that fills the image, with 3 key points
-    index = index_of(tmp_path, a=large, b=large.replace("0.4 0.3", "0.41 0.3"))
+    index = index_with(tmp_path, a=large, b=large.replace("0.4 0.3", "0.41 0.3"))
     (said,) = index.assumed
     assert "may be polygons or poses, read as polygons: 2;" in said and index.problems == ()
-    index = index_of(tmp_path, a=large, b=large, c="0 0.1 0.1 0.2 0.1 0.2 0.3")
+    index = index_with(tmp_path, a=large, b=large, c="0 0.1 0.1 0.2 0.1 0.2 0.3")
     assert list(index.assumed) == [] and index.problem_kinds == {}
 
 
 def test_assumptions_of_many_ranges_are_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr("yolofleet.data.datasets.scan.CHUNK", 2)
     rotated = "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"
-    index = index_of(tmp_path, **{f"a{number}": rotated for number in range(7)})
+    index = index_with(tmp_path, **{f"a{number}": rotated for number in range(7)})
     (said,) = index.assumed
     assert said.endswith("4 corners: 7") and index.problem_kinds == {"corners-boxed": 7}
 
@@ -159,18 +159,32 @@ def test_assumptions_of_many_ranges_are_said_once(tmp_path, monkeypatch):
         ("text,0.375,0.375,0.25,0.25", "begins with the name of a class"),
         ("class cx cy w h", "a header or a comment"),
         ("# made by hand", "a header or a comment"),
+        ("\x00\x01\ufffd", "not a row of numbers"),
+        ("0 0.5_0 0.5 0.5 0.5", "not a row of numbers"),
         ("0 0.375 0.375\0 0.25 0.25", "NUL bytes"),
+        ("0", "1 columns"),
+        ("0 0.5 0.5 0.1", "4 columns"),
         ("0 0.375 0.375 0.25 0.25 0.91", "is column 6 a confidence or a track?"),
         ("0 0.375 0.375 0.25 0.25 7", "is column 6 a confidence or a track?"),
+        ("0 nan 0.5 0.1 0.1", "is not finite"),
+        ("0 0.5 0.5 inf 0.1", "is not finite"),
+        ("0 1e300 0.5 0.1 0.1", "is not finite"),
+        ("0 nan 0.1 0.2 0.1 0.2 0.2", "is not finite"),
         ("0 60 45 40 30", "pixels?"),
-        ("0.5 0.375 0.375 0.25 0.25", "class 0.5 but names has 3"),
+        ("0 0.5 0.5 0 0.1", "no width or height"),
+        ("0 0.5 0.5 0.1 -0.1", "no width or height"),
+        ("0 0.5 0.5 1e-60 0.1", "no width or height"),
+        ("0 1.5 0.5 0.1 0.1", "outside the image"),
+        ("0 -0.5 0.5 0.1 0.1", "outside the image"),
+        ("0 0.5 0.5 0.2 0.4", "repeats the class and box"),
     ],
 )
-def test_a_row_that_is_dropped_says_why_with_file_and_line(tmp_path, row, cause):
-    index = index_of(tmp_path, a=GOOD + row + "\n")
+def test_a_row_that_is_not_used_says_why_with_file_and_line(tmp_path, row, cause):
+    index = index_with(tmp_path, a=GOOD + row + "\n")
     (problem,) = index.problems
     assert (problem.path, problem.line) == ("labels/train/a.txt", 2) and cause in problem.what
-    assert len(boxes(index)) == 1
+    assert problem.action == ("counted once" if "repeats" in cause else "dropped")
+    assert len(boxes(index)) == 1 and str(problem) in index.problems_text()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +199,7 @@ def test_a_row_that_is_dropped_says_why_with_file_and_line(tmp_path, row, cause)
     ],
 )
 def test_rows_that_mean_one_thing_are_read(tmp_path, text):
-    index = index_of(tmp_path, a=text)
+    index = index_with(tmp_path, a=text)
     assert boxes(index) == [[0, 0.375, 0.375, 0.25, 0.25]] and index.problems == ()
 
 
@@ -196,7 +210,7 @@ def test_rows_that_mean_one_thing_are_read(tmp_path, text):
 def test_an_image_whose_labels_are_not_text_is_not_background(tmp_path, data, cause):
     yolo_set(tmp_path, {"a": GOOD, "b": MANY, "c": MANY})
     (tmp_path / "labels" / "train" / "a.txt").write_bytes(data)
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     (problem,) = index.problems
     assert problem.path == "labels/train/a.txt" and cause in problem.what
     assert len(index) == 2 and index.totals()["images left out"] == 1
@@ -204,9 +218,9 @@ def test_an_image_whose_labels_are_not_text_is_not_background(tmp_path, data, ca
 
 def test_a_polygon_that_resembles_a_pose_is_one_where_most_rows_are_polygons(tmp_path):
     like_a_pose = "0 0.5 0.5 0.9 0.9 0.6 0.6 0.4 0.55\n"  # four points, or a box with two key points
-    assert index_of(tmp_path, a=like_a_pose, b=GOOD).problem_kinds == {"label-of-pose": 1}
+    assert index_with(tmp_path, a=like_a_pose, b=GOOD).problem_kinds == {"label-of-pose": 1}
     ordinary = "0 0.1 0.1 0.2 0.1 0.2 0.3 0.1 0.3\n0 0.1 0.9 0.9 0.9 0.9 0.1 0.5 0.05 0.1 0.1 0.08 0.5\n"
-    index = index_of(tmp_path, a=like_a_pose, b=ordinary, c=ordinary)
+    index = index_with(tmp_path, a=like_a_pose, b=ordinary, c=ordinary)
     assert index.problem_kinds == {} and not index.assumed
     box = [0, (0.4 + 0.9) / 2, (0.5 + 0.9) / 2, 0.5, 0.4]
     assert boxes(index)[0] == pytest.approx(box, abs=1e-6)
