@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from label_rows import shapes_of
+from small_weights import saved, untrained
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,6 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.precision import autocast, resolve_precision
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.runs.report.folder import RunFolder
@@ -314,9 +314,7 @@ def test_the_loss_makes_no_copy_that_the_host_waits_for():
 
 def test_validation_uses_the_memory_layout_of_training(tmp_path: Path):
     make_shapes(tmp_path / "set", images=2, val_images=2, img=64, seed=0)
-    model = build_model(describe("yolov5n"), 4)
-    weights = tmp_path / "w.safetensors"
-    write_weights(weights, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    weights = saved(untrained(4), tmp_path / "w.safetensors")
     kernels: list[torch.Tensor] = []
 
     def look(module: nn.Module, _: object) -> None:

@@ -6,11 +6,9 @@ import re
 import cv2
 import numpy as np
 import pytest
+from small_weights import saved, untrained
 
 from yolofleet.config.load import resolve_predict
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.predict.run import predict_command
 from yolofleet.inference.predict.sources import Source
 
@@ -111,10 +109,7 @@ def test_a_stream_of_unknown_length_goes_on_behind_damaged_frames_and_ends(tmp_p
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    model = build_model(describe("yolov5n"), 2)
-    path = tmp_path_factory.mktemp("weights") / "best.safetensors"
-    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    return path
+    return saved(untrained(2), tmp_path_factory.mktemp("weights") / "best.safetensors")
 
 
 def test_predict_writes_all_readable_frames_and_warns(whole, weights, tmp_path, capsys):

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from reference import reference
+from small_weights import saved, untrained
 
 from yolofleet.cli import hub
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.support.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,12 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    torch.manual_seed(0)
-    model = build_model(describe("yolov5n"), 2)
-    model.names = ("cat", "dog")
-    path = tmp_path_factory.mktemp("weights") / "best.safetensors"
-    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    return path
+    return saved(untrained(("cat", "dog")), tmp_path_factory.mktemp("weights") / "best.safetensors")
 
 
 def loaded(name, *args, **more):
@@ -121,6 +114,5 @@ def test_arrays_of_a_hub_model_are_rgb_with_or_without_alpha(weights):
     rgb[..., 0], rgb[10:30, 10:40, 2] = 200, 90
     rgba = np.dstack([rgb, np.full((40, 60), 7, np.uint8)])
     plain, with_alpha = (model.predict(hub._bgr(one))[0] for one in (rgb, rgba))
-    assert np.array_equal(plain.image_bgr, rgb[..., ::-1]) and np.array_equal(
-        with_alpha.image_bgr, plain.image_bgr
-    )
+    assert np.array_equal(plain.image_bgr, rgb[..., ::-1])
+    assert np.array_equal(with_alpha.image_bgr, plain.image_bgr)

@@ -12,11 +12,10 @@ import cv2
 import numpy as np
 import pytest
 from small_data import write_picture
+from small_weights import saved, untrained
 
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema.verbs import PredictConfig
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import sources
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.inference.predict.sources import Source, hint_for
@@ -69,9 +68,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def model():
-    made = build_model(describe("yolov5n"), 3)
-    made.names = ("person", "dog", "cat")
-    return made
+    return untrained(("person", "dog", "cat"))
 
 
 def test_a_picture_is_read_from_a_url(server):
@@ -183,10 +180,8 @@ def test_settings_of_one_call_do_not_change_the_predictor(model):
 
 def test_the_python_interface_reads_urls_and_refuses_sources_without_an_end(server, model, tmp_path):
     from yolofleet import Model
-    from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 
-    path = tmp_path / "best.safetensors"
-    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    path = saved(model, tmp_path / "best.safetensors")
     (result,) = Model(path).predict(f"{server}/a.png", device="cpu", img=64)
     assert (result.image_bgr == PICTURE).all()
     for predict in (Model(path).predict, Predictor(model, PredictConfig(img=64, device="cpu")).predict):
@@ -198,9 +193,8 @@ def test_results_draw_write_cut_and_list(model, tmp_path):
     predictor = Predictor(model, PredictConfig(img=64, device="cpu", conf=0.003, max_det=3))
     results = predictor.predict([PICTURE, encoded()])
     assert [image.shape for image in results.render()] == [PICTURE.shape] * 2
-    assert "array" not in str(
-        results
-    ) and f"<Prediction of image 0, 60 x 40 px: {results[0].counts()}>" in str(results)
+    assert "array" not in str(results)
+    assert f"<Prediction of image 0, 60 x 40 px: {results[0].counts()}>" in str(results)
     assert [path.name for path in results.save(tmp_path)] == ["image 0.jpg", "image 1.jpg"]
     assert all(cv2.imread(str(path)) is not None for path in tmp_path.iterdir())
     boxes = sum(map(len, results))

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_weights import saved, untrained
 
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.predict import results, sources
 from yolofleet.inference.predict.results import show_image
 from yolofleet.inference.predict.sources import Source, check_ends
@@ -102,8 +100,7 @@ sys.exit(main(["predict", *sys.argv[1:]]))
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_stream_and_keeps_its_results(gstreamer, tmp_path):
-    model = build_model(describe("yolov5n"), 3)
-    write_weights(tmp_path / "a.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    saved(untrained(3), tmp_path / "a.safetensors")
     folder = tmp_path / "found"
     words = ["--weights", tmp_path / "a.safetensors", "--img", "64", "--device", "cpu", "--save-json"]
     words += ["--project", tmp_path, "--name", "found", "--source"]

@@ -9,13 +9,11 @@ import cv2
 import numpy as np
 import pytest
 from small_data import write_picture
+from small_weights import saved, untrained
 
 from yolofleet.cli import main
 from yolofleet.cli.api import Model
 from yolofleet.data.datasets.shapes import make_shapes
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.predict.results import Prediction, Predictions, Stems
 from yolofleet.inference.predict.sources import Frame, Source, Video
 from yolofleet.tasks.boxes.found import FoundBoxes
@@ -27,10 +25,7 @@ SAVES = ["--save-txt", "--save-crop", "--save-json", "--conf", "0", "--max-det",
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    model = build_model(describe("yolov5n"), 4)
-    path = tmp_path_factory.mktemp("weights") / "w.safetensors"
-    write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    return path
+    return saved(untrained(4), tmp_path_factory.mktemp("weights") / "w.safetensors")
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from label_rows import index_of
 
-from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.predict.results import Prediction, Predictions
 from yolofleet.inference.predict.sources import Frame, Video
 from yolofleet.support.errors import ConfigError
@@ -72,7 +71,7 @@ def test_yolofleet_reads_the_boxes_as_labels(
         (tmp_path / "train").mkdir(exist_ok=True)
         Predictions([one]).save(tmp_path / "train")
     (tmp_path / "train" / "_annotations.coco.json").write_text(json.dumps(stills.to_coco()))
-    index = build_index(load_dataset(str(tmp_path)), "train")
+    index = index_of(tmp_path)
     assert index.names == NAMES and index.classes.tolist() == [1, 0]
     assert index.boxes_cxcywh_unit[0].tolist() == pytest.approx([6 / 40, 12 / 30, 10 / 40, 20 / 30])
 

@@ -4,12 +4,10 @@ import csv
 import json
 
 import pytest
+from small_weights import saved, untrained
 
 from yolofleet.config.load import resolve_predict, resolve_val
 from yolofleet.data.datasets.shapes import make_shapes
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
-from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.world import World
@@ -20,16 +18,11 @@ from yolofleet.training.rank.val import validate
 def given(tmp_path_factory):
     root = tmp_path_factory.mktemp("val")
     make_shapes(root / "set", images=2, val_images=4, img=64, seed=0)
-    model = build_model(describe("yolov5n"), 4)
-    write_weights(root / "w.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    return {
-        "weights": str(root / "w.safetensors"),
+    files = {
+        "weights": str(saved(untrained(4), root / "w.safetensors")),
         "data": str(root / "set/data.yaml"),
-        "img": 64,
-        "plots": False,
-        "device": "cpu",
-        "workers": 0,
     }
+    return files | {"img": 64, "plots": False, "device": "cpu", "workers": 0}
 
 
 def test_error_analysis_voc_worst_images_and_tables_are_written(given, tmp_path, capsys):
