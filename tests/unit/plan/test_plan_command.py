@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +28,6 @@ def probe(tmp_path: Path) -> Path:
     path = tmp_path / "probe.json"
     probe_of({**VALUES, "model": "yolov5l", "img": 640}).write(path)
     return path
-
-
-def test_a_plan_from_a_probe_imports_no_torch(probe: Path) -> None:
-    code = (
-        "import sys; from yolofleet.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'cv2', 'matplotlib'} & set(sys.modules); print(heavy or '', file=sys.stderr);"
-        "sys.exit(bool(code or heavy))"
-    )
-    for words in (
-        ["--probe", str(probe), "--network", "1gbit", "--machines", "1..3"],
-        ["--machine", "8xA100"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, "plan", *COCO, *words], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
