@@ -34,7 +34,6 @@ class Export:
         splits: the labels of each image of each split.
         names: of the classes.
         kinds: number of problems of each kind, in each split.
-        waits: why it cannot be read yet.
     """
 
     write: Callable[[Path], object]
@@ -44,7 +43,6 @@ class Export:
     )
     names: tuple[str, ...] = ("cat", "dog")
     kinds: dict[str, int] = field(default_factory=dict)
-    waits: str = ""
 
 
 # An entry stands on one line, as in the files of the tools.
@@ -172,16 +170,8 @@ def label_studio_voc(root: Path) -> None:
 
 def label_studio_json(root: Path) -> None:
     value = {"x": 25.0, "y": 25.0, "width": 25.0, "height": 25.0, "rotation": 0, "rectanglelabels": ["cat"]}
-    result = {
-        "original_width": 64,
-        "original_height": 48,
-        "image_rotation": 0,
-        "value": value,
-        "id": "x1",
-        "from_name": "label",
-        "to_name": "image",
-        "type": "rectanglelabels",
-    }
+    about = {"original_width": 64, "original_height": 48, "image_rotation": 0, "from_name": "label", "to_name": "image"}
+    result = {**about, "value": value, "id": "x1", "type": "rectanglelabels"}
     task = {"id": 1, "annotations": [{"id": 1, "result": [result]}], "data": {"image": "/data/upload/1/a.jpg"}}
     dump(root / "project-1.json", [task])
     pictures(root)
@@ -202,20 +192,16 @@ def of_splits(root: Path, write: Callable[[Path, str, str], object]) -> None:
 
 def roboflow_yolo(root: Path) -> None:
     of_splits(root, lambda folder, a, b: yolo(folder / "images", folder / "labels", first=a, empty=b))
-    text(
-        root / "data.yaml",
-        "train: ../train/images\nval: ../valid/images\ntest: ../test/images\n\nnc: 2\nnames: ['cat', 'dog']\n\nroboflow:\n  workspace: me\n  project: pets\n  version: 1\n  license: CC BY 4.0\n",
-    )
+    about = "\nroboflow:\n  workspace: me\n  project: pets\n  version: 1\n  license: CC BY 4.0\n"
+    splits = "train: ../train/images\nval: ../valid/images\ntest: ../test/images\n"
+    text(root / "data.yaml", f"{splits}\nnc: 2\nnames: ['cat', 'dog']\n{about}")
 
 
 def roboflow_coco(root: Path) -> None:
     def write(folder: Path, a: str, b: str) -> None:
         content = coco(first=0, info={"year": "2024", "description": "Exported from roboflow.com"})
-        content["categories"] = [
-            {"id": 0, "name": "pets", "supercategory": "none"},
-            {"id": 1, "name": "cat", "supercategory": "pets"},
-            {"id": 2, "name": "dog", "supercategory": "pets"},
-        ]
+        groups = (("pets", "none"), ("cat", "pets"), ("dog", "pets"))
+        content["categories"] = [{"id": n, "name": name, "supercategory": parent} for n, (name, parent) in enumerate(groups)]
         for image, name in zip(content["images"], (a, b), strict=True):
             image |= {"file_name": f"{name}.jpg", "license": 1, "extra": {"name": "a.jpg"}}
         dump(folder / "_annotations.coco.json", content)
@@ -311,25 +297,14 @@ def labelme_elsewhere(root: Path) -> None:
 def x_anylabeling(root: Path) -> None:
     pictures(root)
     x, y, w, h = CAT
-    cat: dict[str, Any] = {
-        "label": "cat",
-        "score": None,
-        "points": [[x, y], [x + w, y], [x + w, y + h], [x, y + h]],
-        "group_id": None,
-        "description": "",
-        "difficult": False,
-        "shape_type": "rectangle",
-        "flags": {},
-        "attributes": {},
-        "kie_linking": [],
-    }
+    corners = [[x, y], [x + w, y], [x + w, y + h], [x, y + h]]
+    cat: dict[str, Any] = {"label": "cat", "score": None, "points": corners, "group_id": None, "description": "", "difficult": False}
+    cat |= {"shape_type": "rectangle", "flags": {}, "attributes": {}, "kie_linking": []}
     dog = cat | {"label": "dog", "points": [[40, 24], [48, 12], [56, 24], [48, 36]], "shape_type": "rotation", "direction": 0.785}
     nose = cat | {"label": "nose", "points": [[20, 14]], "shape_type": "point"}
     for name, shapes in (("a", [cat, dog, nose]), ("b", [])):
-        dump(
-            root / f"{name}.json",
-            {"version": "2.4.4", "flags": {}, "shapes": shapes, "imagePath": f"{name}.jpg", "imageData": None, "imageHeight": 48, "imageWidth": 64},
-        )
+        about: dict[str, Any] = {"version": "2.4.4", "flags": {}, "imagePath": f"{name}.jpg", "imageData": None, "imageHeight": 48, "imageWidth": 64}
+        dump(root / f"{name}.json", {**about, "shapes": shapes})
 
 
 # -- LabelImg
@@ -361,17 +336,10 @@ def labelimg_create_ml(root: Path) -> None:
 def supervisely(root: Path) -> None:
     classes: list[dict[str, Any]] = [{"title": name, "shape": "rectangle", "color": "#FF0000", "geometry_config": {}} for name in ("cat", "dog")]
     dump(root / "meta.json", {"classes": classes, "tags": [], "projectType": "images"})
-    objects = [
-        {
-            "id": number,
-            "classId": number,
-            "classTitle": label,
-            "geometryType": "rectangle",
-            "tags": [],
-            "points": {"exterior": [[x, y], [x + w - 1, y + h - 1]], "interior": []},
-        }
-        for number, (label, (x, y, w, h)) in enumerate((("cat", CAT), ("dog", DOG)))
-    ]
+    objects: list[dict[str, Any]] = []
+    for number, (label, (x, y, w, h)) in enumerate((("cat", CAT), ("dog", DOG))):
+        points = {"exterior": [[x, y], [x + w - 1, y + h - 1]], "interior": []}
+        objects.append({"id": number, "classId": number, "classTitle": label, "geometryType": "rectangle", "tags": [], "points": points})
     for name, found in (("a", objects), ("b", [])):
         dump(root / "ds1" / "ann" / f"{name}.jpg.json", {"description": "", "tags": [], "size": {"height": 48, "width": 64}, "objects": found})
     pictures(root / "ds1" / "img")
@@ -380,10 +348,8 @@ def supervisely(root: Path) -> None:
 def supervisely_yolo(root: Path) -> None:
     for split in ("train", "val"):
         yolo(root / "images" / split, root / "labels" / split)
-    text(
-        root / "data_config.yaml",
-        f"names: [cat, dog]\ncolors: [[255, 0, 0], [0, 255, 0]]\nnc: 2\ntrain: ../{root.name}/images/train\nval: ../{root.name}/images/val\n",
-    )
+    splits = f"train: ../{root.name}/images/train\nval: ../{root.name}/images/val\n"
+    text(root / "data_config.yaml", f"names: [cat, dog]\ncolors: [[255, 0, 0], [0, 255, 0]]\nnc: 2\n{splits}")
 
 
 def supervisely_coco(root: Path) -> None:
@@ -414,15 +380,9 @@ def darwin(root: Path) -> None:
         {"bounding_box": {"x": x, "y": y, "w": w, "h": h}, "id": f"{label}-1", "name": label, "properties": [], "slot_names": ["0"]}
         for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
     ]
-    dump(
-        root / "annotations" / "a.json",
-        {
-            "version": "2.0",
-            "schema_ref": "https://darwin-public.s3.eu-west-1.amazonaws.com/darwin_json/2.0/schema.json",
-            "item": {"name": "a.jpg", "path": "/", "slots": [slot]},
-            "annotations": annotations,
-        },
-    )
+    schema = "https://darwin-public.s3.eu-west-1.amazonaws.com/darwin_json/2.0/schema.json"
+    item = {"name": "a.jpg", "path": "/", "slots": [slot]}
+    dump(root / "annotations" / "a.json", {"version": "2.0", "schema_ref": schema, "item": item, "annotations": annotations})
     pictures(root / "images")
 
 
@@ -440,15 +400,9 @@ def darwin_coco(root: Path) -> None:
 
 
 def labelbox(root: Path) -> None:
+    about: dict[str, Any] = {"feature_id": "c1", "annotation_kind": "ImageBoundingBox", "classifications": []}
     objects = [
-        {
-            "feature_id": "c1",
-            "name": label,
-            "value": label,
-            "annotation_kind": "ImageBoundingBox",
-            "classifications": [],
-            "bounding_box": {"top": y, "left": x, "height": h, "width": w},
-        }
+        {**about, "name": label, "value": label, "bounding_box": {"top": y, "left": x, "height": h, "width": w}}
         for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
     ]
     row = {
@@ -499,10 +453,9 @@ def datumaro(root: Path) -> None:
     ]
     items = [{"id": "a", "annotations": annotations, "attr": {"frame": 0}, "image": {"size": [48, 64], "path": "a.jpg"}}]
     labels: list[dict[str, Any]] = [{"name": name, "parent": "", "attributes": []} for name in ("cat", "dog")]
-    dump(
-        root / "annotations" / "default.json",
-        {"dm_format_version": "1.0", "media_type": 2, "infos": {}, "categories": {"label": {"labels": labels, "attributes": []}}, "items": items},
-    )
+    categories = {"label": {"labels": labels, "attributes": []}}
+    about = {"dm_format_version": "1.0", "media_type": 2, "infos": {}}
+    dump(root / "annotations" / "default.json", {**about, "categories": categories, "items": items})
     pictures(root / "images" / "default")
 
 
@@ -540,6 +493,7 @@ def paddle_coco(root: Path) -> None:
 
 
 TRAIN = {"train": READ}
+OF_ZERO = {split: {"a.jpg": FROM_ZERO, "b.jpg": []} for split in ("train", "val")}
 READ_EXPORTS = {
     "cvat-ultralytics": Export(cvat_ultralytics, splits=TRAIN),
     "cvat-yolo": Export(cvat_yolo, splits=TRAIN),
@@ -548,7 +502,7 @@ READ_EXPORTS = {
     "ls-yolo": Export(label_studio_yolo),
     "ls-yolo-described": Export(label_studio_described),
     "ls-coco": Export(label_studio_coco, "/result.json"),
-    "ls-voc": Export(label_studio_voc, splits={"train": {"a.jpg": FROM_ZERO, "b.jpg": []}, "val": {"a.jpg": FROM_ZERO, "b.jpg": []}}),
+    "ls-voc": Export(label_studio_voc, splits=OF_ZERO),
     "rf-yolo": Export(roboflow_yolo, splits=ONE),
     "rf-coco": Export(roboflow_coco, splits=ONE),
     "rf-voc": Export(roboflow_voc, splits=ONE),
@@ -556,7 +510,7 @@ READ_EXPORTS = {
     "labelme": Export(labelme),
     "labelme-json": Export(labelme_elsewhere, kinds={"name-assumed": 1}),
     "x-anylabeling": Export(x_anylabeling, kinds={"shape-without-box": 1}),
-    "labelimg-voc": Export(labelimg_voc, splits={"train": {"a.jpg": ROWS, "b.jpg": []}, "val": {"a.jpg": ROWS, "b.jpg": []}}),
+    "labelimg-voc": Export(labelimg_voc),
     "labelimg-yolo": Export(labelimg_yolo),
     "labelimg-described": Export(labelimg_described),
     "sly-yolo": Export(supervisely_yolo),
@@ -566,16 +520,13 @@ READ_EXPORTS = {
     "labelbox-coco": Export(labelbox_coco, "/coco.json"),
     "fiftyone-coco": Export(fiftyone_coco, "/labels.json"),
     "fiftyone-yolo": Export(fiftyone_yolo),
-    "fiftyone-voc": Export(
-        fiftyone_voc,
-        splits={"train": {"a.jpg": FROM_ZERO, "b.jpg": []}, "val": {"a.jpg": FROM_ZERO, "b.jpg": []}},
-    ),
+    "fiftyone-voc": Export(fiftyone_voc, splits=OF_ZERO),
     "datumaro-coco": Export(datumaro_coco),
     "datumaro-ultralytics": Export(datumaro_ultralytics),
     "paddle-voc": Export(paddle_voc, splits={"train": {"a.jpg": ROWS}, "val": {"b.jpg": []}}),
     "paddle-coco": Export(paddle_coco),
 }
-# name -> writer, what follows the folder in --data, word that names the format, word of the way out
+# name -> writer, what follows the folder in --data, word that names the format
 UNREAD_EXPORTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "cvat-images": (cvat_images, "/annotations.xml", "CVAT for images"),
     "ls-json": (label_studio_json, "/project-1.json", "Label Studio"),

@@ -160,9 +160,8 @@ def test_splits_of_the_same_files_are_written_once(tmp_path):
     yolo_set(tmp_path / "set", {"a": GOOD})  # train and val are one folder
     for target in TARGETS:
         done = converted(tmp_path / "set", tmp_path / target, target)
-        assert (
-            done.splits == {"train": (1, 1)} and "val has the same files as train: written once" in done.notes
-        )
+        assert done.splits == {"train": (1, 1)}
+        assert "val has the same files as train: written once" in done.notes
         assert_alike(index_of(tmp_path / target, "val"), index_of(tmp_path / target, "train"))
     converted(tmp_path / "set", tmp_path / "val", "yolo", splits=["val"])
     assert list(load_dataset(str(tmp_path / "val")).splits) == ["val"]

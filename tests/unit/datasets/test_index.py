@@ -29,6 +29,11 @@ def index_of_text(root, text, **choices):
     return index_of(root, **choices)
 
 
+def file_of(index):
+    assert index.file is not None
+    return index.file
+
+
 def stored_files():
     return sorted((cache_root() / "index").glob("*"))
 
@@ -347,7 +352,7 @@ def test_a_voc_class_that_names_does_not_have_is_an_error(tmp_path):
 def test_an_index_is_found_again_and_made_anew_when_a_file_changes(tmp_path):
     yolo_set(tmp_path, {"a": GOOD, "b": GOOD})
     first = index_of(tmp_path)
-    assert first.file.parent == cache_root() / "index"
+    assert file_of(first).parent == cache_root() / "index"
     assert index_of(tmp_path).key == first.key
     assert len(stored_files()) == 1
     label = tmp_path / "labels" / "train" / "b.txt"
@@ -371,7 +376,7 @@ def test_the_data_folder_is_left_as_it_was(tmp_path):
 def test_a_spoilt_index_is_made_again(tmp_path, damage):
     yolo_set(tmp_path, {"a": GOOD, "b": "1 .5 .5 .3 .3"})
     index = index_of(tmp_path)
-    data = bytearray(index.file.read_bytes())
+    data = bytearray(file_of(index).read_bytes())
     if damage == "cut":
         data = data[:-8]
     elif damage == "flip":
@@ -384,13 +389,13 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
         data = data.replace(b'"crowd"', b'"crowe"')
     else:
         data = data.replace(b'"format": "11"', b'"format": "00"')
-    assert bytes(data) != index.file.read_bytes()
-    index.file.unlink()  # the mapped file stays readable
-    index.file.write_bytes(bytes(data))
+    assert bytes(data) != file_of(index).read_bytes()
+    file_of(index).unlink()  # the mapped file stays readable
+    file_of(index).write_bytes(bytes(data))
     again = index_of(tmp_path)
     assert again.classes.tolist() == [0, 1]
     assert again.digest == index.digest
-    assert DataIndex.load(again.file) is not None
+    assert DataIndex.load(file_of(again)) is not None
 
 
 def test_damaged_array_files_are_read_right_or_not_at_all(tmp_path):
@@ -437,7 +442,7 @@ def test_another_process_gets_the_file_not_the_arrays(tmp_path):
     again = pickle.loads(sent)
     assert rows_of(again.labels(1)).tolist() == rows_of(index.labels(1)).tolist()
     assert again.problems == index.problems
-    index.file.unlink()
+    file_of(index).unlink()
     with pytest.raises(DataError, match="was deleted during the run"):
         pickle.loads(sent)
 
@@ -539,7 +544,7 @@ def test_threads_do_not_change_the_index_and_progress_is_told(tmp_path):
         (tmp_path / "labels" / "train" / f"{i:05d}.txt").write_text(text)
     told = []
     one = index_of(tmp_path, workers=1, on_progress=lambda *progress: told.append(progress))
-    one.file.rename(tmp_path / "kept")
+    file_of(one).rename(tmp_path / "kept")
     many = index_of(tmp_path, workers=5)
     assert many.digest == one.digest
     assert many.problems == one.problems
@@ -577,11 +582,8 @@ def test_polygons_of_yolo_labels_are_kept_in_the_index(tmp_path):
     assert triangle[0] == pytest.approx(np.array([[0.1, 0.1], [0.5, 0.1], [0.3, 0.6]]), abs=1e-5)
     assert square[0][2].tolist() == pytest.approx([1, 0.9], abs=1e-5)  # limited to the image
     part = index.part(np.array([1, 2]))
-    assert (
-        len(part) == 2
-        and part.path(1) == index.path(2)
-        and part.image_ids.tolist() == index.image_ids[1:].tolist()
-    )
+    assert len(part) == 2 and part.path(1) == index.path(2)
+    assert part.image_ids.tolist() == index.image_ids[1:].tolist()
     assert part.outlines(0) == [] and part.outlines(1)[0][0].tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
     assert np.array_equal(rows_of(part.labels(1)), rows_of(index.labels(2))) and part.unlabelled == 1
     assert part.digest != index.digest == replace(index, points=index.points[:0]).digest

@@ -394,10 +394,8 @@ def test_folders_of_splits_without_a_data_yaml_get_the_lines_to_write(tmp_path, 
     with pytest.raises(ConfigError, match="not a data set in a known layout") as caught:
         load_dataset(str(tmp_path))
     split = "test" if val == "test" else "val"
-    assert (
-        f"train: {train}  {split}: {val}" in caught.value.hint
-        and str(tmp_path / "data.yaml") in caught.value.hint
-    )
+    assert f"train: {train}  {split}: {val}" in caught.value.hint
+    assert str(tmp_path / "data.yaml") in caught.value.hint
     write(tmp_path / "classes.txt", "cat\n")
     assert load_dataset(str(tmp_path)).sources(split)[0].path == tmp_path / val
 

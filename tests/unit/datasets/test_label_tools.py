@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import called, working_in
-from label_rows import index_of, rows_of
+from label_rows import index_of, rows_by_name
 from label_tools import READ_EXPORTS, UNREAD_EXPORTS
 from pages import BLOCKS
 
@@ -20,16 +20,7 @@ PAGE = [
     for block in BLOCKS
     if block.page.name == "label-tools.md" and block.remark == "tests/unit/datasets/test_label_tools.py"
 ]
-EVERY = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason=export.waits)] if export.waits else [],
-        )
-        for name, export in READ_EXPORTS.items()
-    ],
-)
+EVERY = pytest.mark.parametrize("name", READ_EXPORTS)
 
 
 def written(name: str, folder: Path) -> str:
@@ -46,10 +37,7 @@ def test_an_export_is_read_as_it_comes_from_its_tool(tmp_path: Path, name: str) 
     assert spec.names == export.names and list(spec.splits) == list(export.splits)
     for split, expected in export.splits.items():
         index = build_index(spec, split)
-        found = {
-            Path(path).name: rows_of(index.labels(at)).round(5).tolist()
-            for at, path in enumerate(index.paths)
-        }
+        found = rows_by_name(index)
         assert found.keys() == expected.keys()
         assert all(np.allclose(found[image], rows, atol=1e-4) for image, rows in expected.items())
         lost = {
@@ -87,15 +75,13 @@ def test_the_refusal_of_another_format_names_it_and_the_way_out(
 
 @pytest.mark.parametrize("block", PAGE, ids=str)
 def test_the_commands_of_the_page_run(tmp_path: Path, block) -> None:
-    waits = []
     for words in block.commands():
         name = words[words.index("check") + 1].split("/")[0]
-        waits += [READ_EXPORTS[name].waits] if READ_EXPORTS[name].waits else []
         data = written(name, tmp_path)
         assert data == str(tmp_path / words[words.index("check") + 1])
         with working_in(tmp_path):
             done = called(*words[1:])
-        assert done.code == 0 or READ_EXPORTS[name].waits, done.err
+        assert done.code == 0, done.err
 
 
 def test_the_page_has_every_export() -> None:

@@ -233,9 +233,8 @@ def test_an_image_of_another_sets_val_is_not_trained_on(folder):
     for name in ("c0", "c1"):
         Path(f"c/{name}.txt").write_text(f"images/train/{name}.jpg\n")
     done = called("data", "merge", "a", "c", "--out", "out")
-    assert (
-        done.code == 0 and "1 images of train are also in val or test" in done.out and "copy.jpg" in done.out
-    )
+    assert done.code == 0 and "1 images of train are also in val or test" in done.out
+    assert "copy.jpg" in done.out
     assert stems(folder / "out", "train") == {"a0", "a1", "c1"} and stems(folder / "out", "val") == {"c0"}
     assert called("data", "check", "out", "--duplicates").code == 0
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from label_rows import index_of
 from small_data import encoded, with_exif_jpeg
 
-from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.view import Part
 from yolofleet.data.images import decode
 from yolofleet.data.images.decode import decode_image
@@ -236,7 +235,7 @@ def test_a_part_of_an_image_at_training_size_has_the_bytes_of_the_whole(tmp_path
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
     (tmp_path / "data.yaml").write_text("train: images\nval: images\nnames: [a]\n")
-    index = build_index(load_dataset(str(tmp_path / "data.yaml")), "train")
+    index = index_of(tmp_path / "data.yaml")
     cache = ImageCache(index, img, "none", quick=True)
     whole = cache.get(0)
     for box in boxes(*whole.shape[1::-1]):
