@@ -65,12 +65,6 @@ def test_a_long_permutation_takes_little_memory_beside_the_result():
     assert most < 14 * length  # 4 bytes each for the result; sorting all at once takes 20 more
 
 
-def test_draws_are_uniform():
-    sample = np.array([generator(0, "augment", 0, position).random() for position in range(2000)])
-    assert abs(sample.mean() - 0.5) < 4 * 0.2887 / 2000**0.5  # four standard errors of a uniform mean
-    assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.09
-
-
 def test_a_reused_generator_begins_again_with_each_key():
     reused = ReusedGenerator()
     for key in ((0, "augment", 1, 2), (7, "augment", 0, 0), (0, "augment", 1, 2)):

@@ -240,12 +240,9 @@ def test_draws_cover_the_recipe_s_ranges():
 
 def test_extreme_recipes_give_an_image():
     recipe = Recipe(scale=1.0, translate=1.0, degrees=180, shear=90, perspective=0.001)
-    for trial in range(100):
-        for some in (
-            recipe,
-            recipe.model_copy(update={"perspective": 0.0}),
-            Recipe(scale=1.0, translate=1.0),
-        ):
+    flat = recipe.model_copy(update={"perspective": 0.0})
+    for trial in range(30):
+        for some in (recipe, flat, Recipe(scale=1.0, translate=1.0)):
             rng = generator(trial, "augment")
             view = augment.draw_view(rng, some, 128, 64)
             image, boxes = render(augment.mosaic4(rng, lambda n, _: scene(n, 96, 96), range(4), view), view)

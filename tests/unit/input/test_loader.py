@@ -25,7 +25,7 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, Mode
-from yolofleet.data.input.loader import _mapped, _SharedBuffers
+from yolofleet.data.input.loader import _mapped
 from yolofleet.data.input.order import Orders, RectOrders
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.inference.evaluate.batches import val_batches, val_loader
@@ -217,29 +217,6 @@ def test_buffers_that_are_filled_again_hold_what_they_should():
     with train_loader(made, keys(60), count_labels, workers=2) as loader:
         for mine, theirs in zip(loader, expected, strict=True):
             assert torch.equal(images_of(mine), images_of(theirs))
-
-
-def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
-    in_use = np.zeros(2, np.uint8)
-    buffers = _SharedBuffers(in_use, (7, 3))
-
-    def place_of(taken: torch.Tensor) -> Any:
-        found = buffers.place((None, taken, []))  # as a validation batch
-        return found and (found.address, found.buffer is not None)
-
-    first = buffers.take(100)
-    assert place_of(first) == ((7, 3, 0), True) and place_of(first) is None
-    second = buffers.take(100)
-    assert place_of(second) == ((7, 3, 1), True)
-    assert in_use.tolist() == [1, 1] and first.data_ptr() != second.data_ptr()
-    third = buffers.take(100)  # belongs to the main process
-    assert place_of(third) is None and third.data_ptr() not in (first.data_ptr(), second.data_ptr())
-    in_use[1] = 0
-    again = buffers.take(60)
-    assert again.data_ptr() == second.data_ptr() and place_of(again) == ((7, 3, 1), False)
-    in_use[0] = 0
-    larger = buffers.take(101)
-    assert larger.shape == (101,) and place_of(larger) == ((7, 3, 0), True)
 
 
 @forks

@@ -2,10 +2,6 @@
 
 import hashlib
 import math
-import os
-import random
-import subprocess
-import sys
 from typing import Any
 
 import cv2
@@ -74,12 +70,6 @@ def digest(made: TrainSamples, keys: list[tuple[int, int]]) -> dict[tuple[int, i
     return result
 
 
-def test_order_of_calls_does_not_matter():
-    keys = [(epoch, position) for epoch in range(5) for position in range(12)]
-    shuffled = random.Random(1).sample(keys, len(keys))
-    assert digest(samples(), keys) == digest(samples(), shuffled)
-
-
 def test_the_images_of_a_sample_are_known_before_they_are_read():
     made = samples(FULL.model_copy(update={"cutout": 0.5}))
     pictures: Any = made.cache
@@ -88,19 +78,6 @@ def test_the_images_of_a_sample_are_known_before_they_are_read():
         first = digest(made, [key])
         assert made.images_of([key], {}) == pictures.read
         assert first == digest(made, [key])
-
-
-@pytest.mark.long
-def test_another_process_makes_the_same_sample():
-    code = "from test_sample import *; print(digest(samples(), [(2, 7)])[2, 7])"
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert there.stdout.strip() == digest(samples(), [(2, 7)])[2, 7]
 
 
 def test_threads_of_opencv_do_not_matter():

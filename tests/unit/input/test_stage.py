@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fleet import on_fleet
+from label_rows import index_of
 from small_data import ODD_NAMES, write_picture, yolo_set
 
-from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input import stage
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.stage import StagedImages, check_room, copy_for
@@ -32,10 +31,6 @@ def cache_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def data(tmp_path):
     return yolo_set(tmp_path / "set", dict.fromkeys(ODD_NAMES, LABEL))
-
-
-def index_of(data):
-    return build_index(load_dataset(str(data)), "train")
 
 
 def staged_of(index, folder):

@@ -30,9 +30,8 @@ def test_speed_is_that_of_the_ranks_own_work_and_of_the_last_seconds() -> None:
 
 def test_a_rank_without_a_clock_tells_its_memory() -> None:
     found = Gauges(torch.device("cpu")).read(None)
-    assert found["rate_img_s"] == 0.0 and found["memory_gib"] == pytest.approx(
-        resident_bytes() / 2**30, rel=0.5
-    )
+    assert found["rate_img_s"] == 0.0
+    assert found["memory_gib"] == pytest.approx(resident_bytes() / 2**30, rel=0.5)
 
 
 def test_a_driver_that_fails_costs_only_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,10 @@ def test_this_python_has_the_private_members_that_the_agent_calls() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
-def test_the_fork_server_has_what_the_agent_has_loaded_and_none_of_its_files() -> None:
+def test_the_fork_server_has_what_the_agent_has_loaded_none_of_its_files_and_ends() -> None:
     code = (
         "import multiprocessing, os, sys\n"
+        "from yolofleet.support.system.proc import descendants\n"
         "from yolofleet.training.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
         "ours = os.open(sys.executable, os.O_RDONLY)\n"
         "start_fork_server('yolofleet.support.text')\n"
@@ -46,22 +47,7 @@ def test_the_fork_server_has_what_the_agent_has_loaded_and_none_of_its_files() -
         "assert open(f'/proc/{server}/cmdline').read() == open('/proc/self/cmdline').read()\n"
         "links = [os.readlink(f'/proc/{server}/fd/{name}') for name in os.listdir(f'/proc/{server}/fd')]\n"
         "assert sys.executable not in links, links\n"
-        "stop_fork_server(); sys.exit(trial.exitcode)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
-def test_no_process_is_left_once_the_fork_server_has_stopped() -> None:
-    code = (
-        "import os\n"
-        "from yolofleet.training.parallel.torchrun_agent import start_fork_server, stop_fork_server\n"
-        "from yolofleet.support.system.proc import descendants\n"
-        "start_fork_server()\n"
-        "assert descendants(os.getpid())\n"
-        "stop_fork_server()\n"
-        "assert not descendants(os.getpid())\n"
+        "stop_fork_server(); assert not descendants(os.getpid()); sys.exit(trial.exitcode)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 import pytest
 
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.place import place_from_environment
 from yolofleet.training.parallel.partition import Partition
 
 
@@ -29,20 +28,3 @@ def test_unequal_shares_follow_their_weights() -> None:
 def test_bad_shares_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="--shares 1,1"):
         Partition.parse(text, 2)
-
-
-def test_place_of_a_torchrun_worker() -> None:
-    env = dict(
-        RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1"
-    )
-    place = place_from_environment(env)
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 4, 1, 2)
-
-
-def test_a_stray_rank_is_ignored_and_nonsense_refused() -> None:
-    assert place_from_environment({"RANK": "3"}).size == 1
-    full = dict(RANK="4", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1")
-    with pytest.raises(ConfigError):
-        place_from_environment(full)
-    with pytest.raises(ConfigError):
-        place_from_environment({**full, "RANK": "x"})

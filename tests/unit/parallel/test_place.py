@@ -202,6 +202,7 @@ OTHERS = [{"PBS_NODENUM": "1"}, {"LSF_PM_TASKID": "2"}, {"ALPS_APP_PE": "0"}, {"
 
 
 def test_a_pod_of_a_pytorchjob_takes_part_as_the_only_process_of_its_machine() -> None:
+    assert place_from_environment(TORCHRUN) == Place(3, 4, 1, 2, "torchrun", "a", 1)
     assert place_from_environment(POD) == Place(3, 4, 0, 1, "env://", "a", 1)
     assert place_from_environment(POD | {"LOCAL_WORLD_SIZE": "1"}) == Place(3, 4, 0, 1, "env://", "a", 1)
     assert place_from_environment(POD | PET) == Place(3, 4, 0, 1, "env://", "a", 1)
@@ -309,6 +310,8 @@ def test_agents_meet_where_the_scheduler_says() -> None:
     [
         ("MASTER_PORT", "70000", "MASTER_PORT=70000 is not a port"),
         ("MASTER_PORT", "0", "MASTER_PORT=0 is not a port"),
+        ("RANK", "4", "rank 4 of 4"),
+        ("RANK", "x", "RANK"),
         ("WORLD_SIZE", "999999999999", r"rank 3 of 999999999999 \(at most 100,000\)"),
     ],
 )

@@ -87,8 +87,8 @@ def test_only_the_part_that_reads_images_is_replayed_on_request(
     assert graphed.state.replicas.lead.usual_pass is None, "not measured on a GPU"
     captured(graphed, images=1, passes="graphs")
     for run in (plain, graphed):
-        run.do(2)
-    assert shapes == 4 * [torch.Size((1, 3, 64, 64))]
+        run.do(1)
+    assert shapes == 2 * [torch.Size((1, 3, 64, 64))]
     found = graphed.tensors()
     assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
 
@@ -113,14 +113,16 @@ def test_a_network_that_reads_targets_everywhere_has_no_graph(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_other_runs_have_no_graph(more: dict[str, Any], reason: str, shapes: list[torch.Size]) -> None:
-    assert captured(small_run(), **more).state.replicas.lead.usual_pass is None
+    run = captured(small_run(), **more)
+    assert run.state.replicas.lead.usual_pass is None
     with pytest.raises(ConfigError, match=f"--passes graphs: .*{reason}"):
-        captured(small_run(), passes="graphs", **more)
+        captured(run, passes="graphs", **more)
 
 
 def test_several_processes_have_graphs_on_request(shapes: list[torch.Size]) -> None:
-    assert captured(small_run(), ranks=2).state.replicas.lead.usual_pass is None
-    assert captured(small_run(), ranks=2, passes="graphs").state.replicas.lead.usual_pass is not None
+    run = small_run()
+    assert captured(run, ranks=2).state.replicas.lead.usual_pass is None
+    assert captured(run, ranks=2, passes="graphs").state.replicas.lead.usual_pass is not None
     assert captured(small_run(), passes="plain").state.replicas.lead.usual_pass is None
 
 
@@ -129,8 +131,9 @@ def test_a_graph_needs_launches_that_take_long_or_a_request(
 ) -> None:
     assert captured(small_run()).state.replicas.lead.usual_pass is not None
     monkeypatch.setattr(TrainingPass, "launch_share", lambda self, images: 0.7)
-    assert captured(small_run()).state.replicas.lead.usual_pass is None
-    assert captured(small_run(), passes="graphs").state.replicas.lead.usual_pass is not None
+    run = captured(small_run())
+    assert run.state.replicas.lead.usual_pass is None
+    assert captured(run, passes="graphs").state.replicas.lead.usual_pass is not None
 
 
 def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +141,13 @@ def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.Monk
         return next(peaks)
 
     monkeypatch.setattr(devices, "peak_reserved_bytes", peak)
-    peaks = iter([0, FREE // 2])
-    assert captured(small_run()).state.replicas.lead.usual_pass is None
+    peaks, run = iter([0, FREE // 2]), small_run()
+    assert captured(run).state.replicas.lead.usual_pass is None
     peaks = iter([0, FREE // 2])
     with pytest.raises(ConfigError, match="--passes graphs: cpu has too little memory"):
-        captured(small_run(), passes="graphs")
+        captured(run, passes="graphs")
     peaks = iter([0, FREE // 3])
-    assert captured(small_run()).state.replicas.lead.usual_pass is not None
+    assert captured(run).state.replicas.lead.usual_pass is not None
 
 
 def test_a_network_that_torch_cannot_capture_trains_without_a_graph(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from label_rows import index_of
 from small_data import yolo_set
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.input.order import RectOrders, SampledOrders
 from yolofleet.support.errors import DataError
 from yolofleet.training.rank.inputs import training_samples, used_part
@@ -19,7 +19,7 @@ from yolofleet.training.rank.inputs import training_samples, used_part
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataIndex:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     labels = {f"{number}": None for number in range(9)} | {"9": "0 0.5 0.5 0.2 0.2"}
-    return build_index(load_dataset(str(yolo_set(tmp_path, dict(labels)))), "train")
+    return index_of(yolo_set(tmp_path, dict(labels)))
 
 
 def config(**values: object) -> TrainConfig:

@@ -140,9 +140,8 @@ def test_a_recipe_may_have_the_factor_of_a_frozen_part() -> None:
     recipe = Recipe(lr_factors="backbone:0.1, decoder.:2")
     for source in ("recipe dfine", "recipe dfine for dfine-n", "runs/a/config.yaml:12"):
         factors = lr_factors(model, recipe, source)
-        assert set(factors.values()) == {1.0, 2.0} and not any(
-            name.startswith("backbone") for name in factors
-        )
+        assert set(factors.values()) == {1.0, 2.0}
+        assert not any(name.startswith("backbone") for name in factors)
         with pytest.raises(ConfigError, match="no trained parameter is part of nowhere"):
             lr_factors(model, Recipe(lr_factors="nowhere:0.1"), source)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import cast
 
@@ -16,8 +15,6 @@ from torch import nn
 from yolofleet import Model
 from yolofleet.families.networks.detector import Detector
 from yolofleet.training.network import checkpoint_activations
-from yolofleet.training.parallel.batchnorm import RunningStatistics
-from yolofleet.training.parallel.grouped_norm import GroupedBatchNorm2d
 from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.schedule import StepPlan, StepSplitter
 
@@ -87,34 +84,6 @@ def test_one_pass_over_all_images_without_groups_is_another_step() -> None:
         run.rate = 0.0
         run.do(1)
     assert (gradient(whole) - gradient(apart)).norm() > 0.01 * gradient(apart).norm()
-
-
-@pytest.mark.parametrize("images", [2, 5, 6])
-def test_a_layer_normalises_each_part_by_its_own_statistics(images: int) -> None:
-    """In float64, with a last part of one image, against a layer that sees the parts one by one."""
-    torch.manual_seed(0)
-    plain = nn.BatchNorm2d(3).double()
-    nn.init.uniform_(plain.weight)
-    grouped = copy.deepcopy(plain)
-    statistics = RunningStatistics(nn.Sequential(grouped))
-    statistics.running, total = statistics.running.double(), torch.zeros(6, dtype=torch.float64)
-    statistics.pass_together(3, 2)
-    assert isinstance(grouped, GroupedBatchNorm2d)
-    x = torch.randn(images, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outs = [torch.cat([plain(part) for part in inputs[0].split(2)]), grouped(inputs[1])]
-    for out in outs:
-        (out * torch.arange(out.numel(), dtype=torch.float64).view_as(out).cos()).sum().backward()
-    torch.testing.assert_close(outs[1], outs[0])
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-    torch.testing.assert_close(grouped.weight.grad, plain.weight.grad)
-    assert outs[1].is_contiguous(memory_format=torch.channels_last)
-    parts = -(-images // 2)
-    statistics.collect(total, 0, parts, images)
-    statistics.merge(total, parts, torch.tensor(True))
-    assert plain.running_mean is not None and plain.running_var is not None
-    expected = torch.cat([plain.running_mean, plain.running_var])
-    torch.testing.assert_close(statistics.running, expected)
 
 
 @pytest.mark.parametrize(("shares", "per_pass"), [("1", 3), ("3,1", 2), ("1,1", 100)])

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from label_rows import shapes_of
+from small_training import described
 from torch import nn
 
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.precision import LossScaler
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
@@ -52,12 +52,14 @@ def micro_batch(loss: Any) -> MicroBatch:
 
 
 class Training:
-    """yolov5n on one micro-batch, its loss scale as in fp16."""
+    """A narrow yolov5n on one micro-batch, its loss scale as in fp16."""
 
     def __init__(self, optimizer: str, *, exact: bool = False) -> None:
         torch.manual_seed(0)
         self.world, recipe = World.single(), Yolov5Hyperparameters()
-        self.model = cast(Any, build_model(describe("yolov5n"), NC))  # torch's stub lacks memory_format
+        self.model = cast(
+            Any, build_model(described("yolov5-narrow"), NC)
+        )  # torch's stub lacks memory_format
         self.model.to(memory_format=torch.channels_last).train()
         replicas = Replicas.build(
             self.model, [self.world.device], self.world, reduce="exact" if exact else "fast", synced=False
