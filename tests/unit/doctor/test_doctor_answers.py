@@ -168,7 +168,7 @@ def altered(value: Any, chance: random.Random) -> Any:
 def test_no_answer_is_a_traceback(probe: str) -> None:
     chance = random.Random(probe)
     refused = 0
-    for _ in range(60 if probe == "facts" else 12):
+    for _ in range(30 if probe == "facts" else 8):
         made = fleet()
         liar = made[0] if probe == "free_port" else made[1]
         made[2].ways["10.0.0.2"] = "dropped" if probe == "firewall" else "connected"  # then it is asked for

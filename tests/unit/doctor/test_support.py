@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.cli import main
-from yolofleet.cli.doctor import HEAD_BYTES, TAIL_BYTES, write_support
+from yolofleet.cli import doctor, main
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.support.redaction import REMOVED, Redaction
@@ -119,9 +118,11 @@ def test_links_of_a_run_folder_are_not_followed_and_long_logs_are_cut(
     (run / "results.csv").unlink()
     (run / "results.csv").symlink_to(tmp_path / "id_rsa")
     os.mkfifo(run / "logs" / "rank-2.log")
-    long = b"begin\n" + b"." * (HEAD_BYTES + TAIL_BYTES + (2 << 20)) + b"\nend\n"
+    monkeypatch.setattr(doctor, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(doctor, "TAIL_BYTES", 3000)
+    long = b"begin\n" + b"." * (4000 + (2 << 20)) + b"\nend\n"
     (run / "logs" / "rank-3.log").write_bytes(long)
-    write_support([Finding("a", "ok", "", "x")], {}, str(run), io.StringIO())
+    doctor.write_support([Finding("a", "ok", "", "x")], {}, str(run), io.StringIO())
     files = archive_of(tmp_path / "yolofleet-support.zip")
     assert not any(text == "private" for text in files.values())
     assert "cannot be read" in files["yolofleet-support/run/logs/rank-1.log"]

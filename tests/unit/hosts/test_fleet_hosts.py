@@ -496,9 +496,8 @@ def test_a_resumed_run_with_a_linked_folder_on_a_host_needs_a_flag(
     ) as caught:
         claimed(settings, host, Path("here"))
     assert "--allow linked-folders" in caught.value.render() and f"{tmp_path}/there" in caught.value.render()
-    assert [path.name for path in Path("there").iterdir()] == ["checkpoints"] and not list(
-        Path("here").iterdir()
-    )
+    assert [path.name for path in Path("there").iterdir()] == ["checkpoints"]
+    assert not list(Path("here").iterdir())
 
 
 def test_a_host_that_has_every_name_ends_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,10 +519,8 @@ def test_states_on_another_host_are_looked_for_and_named(
     (run / "checkpoints" / "where.txt").write_text("n7:/far/my runs/exp/checkpoints\n")
     with pytest.raises(ConfigError, match=r"are on n7, in /far/my runs/exp/checkpoints") as caught:
         resolve_train({"resume": str(run), "data": "d", "model": "yolov5n"})
-    assert (
-        "'n7:/far/my runs/exp/checkpoints'" in caught.value.render()
-        and "--hosts n7:" in caught.value.render()
-    )
+    assert "'n7:/far/my runs/exp/checkpoints'" in caught.value.render()
+    assert "--hosts n7:" in caught.value.render()
 
     words = {"folder": "/there/exp", "owner": "n0", "made": True, "linked": ""}
     host = FakeHost("n0", {"claim": words, "unclaim": None, "list_files": []})

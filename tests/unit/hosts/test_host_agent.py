@@ -26,7 +26,6 @@ from yolofleet.fleet.hosts.messages import Gone, JobEnd
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.requests import discard, packed, take
 from yolofleet.fleet.hosts.ssh import Unreachable, unreachable
-from yolofleet.fleet.launch.preflight import files
 from yolofleet.support.errors import ClusterError
 from yolofleet.support.system.proc import descendants
 
@@ -132,25 +131,6 @@ def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path
         remote.ask("enter", folder="nowhere")
 
 
-def test_files_that_every_rank_reads_are_compared_and_names_that_are_files_nowhere_are_not(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-        (folder / "same.pt").write_text("1")
-        (folder / "other.pt").write_text(folder.name)
-    (here / "mine.pt").write_text("2")
-    monkeypatch.chdir(here)
-    remote.ask("enter", folder=str(there))
-    found = files([remote], ["yolov5s.yaml", "same.pt", "other.pt", "mine.pt"])
-    assert [(finding.code, finding.seen) for finding in found] == [("file-missing", "mine.pt does not exist")]
-    subprocess.run(found[0].fix, shell=True, check=True)  # as somebody types it
-    assert not files([remote], ["mine.pt"])
-    found = files([remote, remote], ["other.pt", "yolov5s.yaml"])
-    assert not found, "two hosts agree; this machine computes nothing"
-
-
 def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote) -> None:
     remote.start(
         job(
@@ -182,11 +162,6 @@ def test_orphans_that_have_ended_are_let_go(remote: Remote) -> None:
     wait_for(lambda: len(children.read_text().split()) == 1)  # zombies are among them
     remote.stop(0)
     assert next_frame(remote)["code"] == -signal.SIGTERM
-
-
-def test_no_such_command_is_an_end_like_others(remote: Remote) -> None:
-    remote.start(job("") | {"command": ["/no/such/program"]})
-    assert "there is no command" in next_frame(remote)["why"]
 
 
 def test_stop_kills_what_does_not_listen(remote: Remote) -> None:
@@ -270,7 +245,7 @@ sys.modules["torch.distributed.run"].main = main
 
 MANY_WORDS = """
 run = pathlib.Path(argv[-3])
-(run / "logs/rank-2.log").write_text("0123456789abcde\\n" * (16 << 16))  # 16 MiB
+(run / "logs/rank-2.log").write_text("0123456789abcde\\n" * (4 << 16))  # 4 MiB
 (run / "ended").touch()
 """
 
@@ -480,8 +455,5 @@ def test_a_host_that_is_switched_off_between_login_and_greeting_says_nothing() -
 def test_an_interpreter_that_is_not_there_is_named() -> None:
     with pytest.raises(Unreachable) as caught:
         Remote(Host("localhost", "cpu", python="/no/such/python")).open()
-    assert (
-        caught.value.exit_code == 4
-        and caught.value.kind == "no-python"
-        and "/no/such/python" in caught.value.render()
-    )
+    assert caught.value.exit_code == 4 and caught.value.kind == "no-python"
+    assert "/no/such/python" in caught.value.render()

@@ -87,13 +87,6 @@ def test_a_job_of_a_scheduler_takes_all_gpus_that_it_asks_for() -> None:
     assert "the job asks for none" in text_of(called(*words, "nodes=2"))
 
 
-def test_prediction_takes_one_device() -> None:
-    with pytest.raises(ConfigError, match="one device"):
-        from yolofleet.inference.predict.predictor import one_device
-
-        one_device("all")
-
-
 def test_auto_names_the_gpus_that_it_leaves_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device_count", lambda: 4)
     assert devices.unused_note("auto", 1) == (

@@ -178,19 +178,17 @@ def test_logs_are_those_of_the_newest_run_that_has_some(
 
 
 @linux
-def test_a_plain_command_has_no_logs(cli: Cli, job: Callable[..., None]) -> None:
-    assert cli("fleet", "run", "--hosts", "localhost:cpu", "--", "echo", "here")[:2] == (0, "here\n")
+def test_a_plain_command_has_no_logs_and_one_row_however_many_lines_it_has(
+    cli: Cli, job: Callable[..., None]
+) -> None:
+    command = ("sh", "-c", "echo here\nexit 0")
+    assert cli("fleet", "run", "--hosts", "localhost:cpu", "--", *command)[:2] == (0, "here\n")
+    head, row = cli("fleet", "ps", "--all", "--hosts", "localhost")[1].splitlines()
+    assert head.startswith("job") and "sh -c" in row and "exit 0" in row
     code, _, err = cli("fleet", "logs", "--hosts", "localhost")
     assert code == 2 and "no known run on these hosts" in err
     code, _, err = cli("fleet", "logs", "run", "--hosts", "localhost")
     assert code == 2 and "was started by `fleet run`" in err
-
-
-@linux
-def test_a_command_of_many_lines_is_one_row(cli: Cli, job: Callable[..., None]) -> None:
-    cli("fleet", "run", "--hosts", "localhost:cpu", "--", "sh", "-c", "true\nexit 0")
-    head, row = cli("fleet", "ps", "--all", "--hosts", "localhost")[1].splitlines()
-    assert head.startswith("job") and "sh -c" in row and "exit 0" in row
 
 
 @linux

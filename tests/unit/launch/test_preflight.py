@@ -67,14 +67,15 @@ def test_the_line_that_copies_a_file_to_a_host_can_be_typed(
     monkeypatch.chdir(here)
     name = "my models/yolov5's.pt"
     Path(name).write_text("right")
-    found = files(remotes, [name])
+    found = files(remotes, [name, "yolov5s.yaml"])  # the second is a file nowhere
     assert [(f.code, f.where) for f in found] == [("file-missing", "m1"), ("file-missing", "m2")]
     assert "ssh m1 " in found[0].fix
     for finding in found:
         subprocess.run(finding.fix, shell=True, check=True)
-    assert not files(remotes, [name])
     for remote in remotes:
         assert Path(remote.host.folder, name).read_text() == "right"
+    Path(name).write_text("other")
+    assert not files(remotes, [name]), "two hosts agree; this machine computes nothing"
 
 
 def test_a_file_that_only_another_host_has_comes_from_there(

@@ -237,37 +237,27 @@ def test_a_job_that_would_be_asked_to_stop_at_its_start_is_refused(settings: str
         script(settings=settings)
 
 
-@needs_bash
-def test_a_run_that_was_stopped_goes_back_into_the_queue(cluster: Path) -> None:
-    assert run_script(script(), SRUN_CODES="75") == 0
-    assert called(cluster, "scontrol") == ["requeue", "17"]
+TRY, AGAIN = ["agents"], ["true", "agents"]
 
 
 @needs_bash
-@pytest.mark.parametrize("code", ["0", "2", "3", "5", "6"])
-def test_an_end_and_an_error_that_would_come_again_end_the_job(cluster: Path, code: str) -> None:
-    assert run_script(script(), SRUN_CODES=code) == int(code)
-    assert calls(cluster) == ["agents"] and called(cluster, "scontrol") == []
-
-
-@needs_bash
-@pytest.mark.parametrize("code", ["1", "4", "137", "143"])
-def test_after_a_failure_the_agents_are_started_again(cluster: Path, code: str) -> None:
-    assert run_script(script(), SRUN_CODES=f"{code} 0 0") == 0
-    assert calls(cluster) == ["agents", "true", "agents"] and called(cluster, "scontrol") == []
-
-
-@needs_bash
-def test_a_job_with_a_lost_node_goes_back_into_the_queue(cluster: Path) -> None:
-    assert run_script(script(), SRUN_CODES="4 1") == 0
-    assert calls(cluster) == ["agents", "true"] and called(cluster, "scontrol") == ["requeue", "17"]
-
-
-@needs_bash
-def test_a_job_that_fails_too_often_ends(cluster: Path) -> None:
-    assert run_script(script("restarts", "2"), SRUN_CODES="4 0 4 0 4") == 4
-    assert calls(cluster) == ["agents", "true", "agents", "true", "agents"]
-    assert called(cluster, "scontrol") == []
+@pytest.mark.parametrize(
+    ("codes", "exit_code", "called_for", "is_requeued"),
+    [
+        ("75", 0, TRY, True),  # stopped on request: back into the queue
+        # an end, and errors that would come again
+        *[(code, int(code), TRY, False) for code in ("0", "2", "3", "5", "6")],
+        *[(f"{code} 0 0", 0, TRY + AGAIN, False) for code in ("1", "4", "137", "143")],
+        ("4 1", 0, [*TRY, "true"], True),  # a node is lost
+        ("4 0 4 0 4", 4, TRY + AGAIN + AGAIN, False),  # --restarts 2
+    ],
+)
+def test_what_follows_the_end_of_the_agents(
+    cluster: Path, codes: str, exit_code: int, called_for: list[str], is_requeued: bool
+) -> None:
+    assert run_script(script("restarts", "2"), SRUN_CODES=codes) == exit_code
+    assert calls(cluster) == called_for
+    assert called(cluster, "scontrol") == (["requeue", "17"] if is_requeued else [])
 
 
 @needs_bash

@@ -73,8 +73,13 @@ def test_a_process_under_nohup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("verb", [("train", "--model", "yolov5n"), ("val", "--weights", "w.safetensors")])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [
+        (("train", "--model", "yolov5n"), signal.SIGINT),
+        (("val", "--weights", "w.safetensors"), signal.SIGTERM),
+    ],
+)
 def test_before_the_processes_of_this_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

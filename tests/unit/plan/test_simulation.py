@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from yolofleet.fleet.plan.formula import predict
@@ -119,16 +118,6 @@ def test_a_step_longer_than_the_queue_waits_for_the_rest_of_its_images():
     # 4 passes of 8 images are loaded after the rank asks, the last of them just before it computes
     assert found.waits["loader"] == pytest.approx(4 * 8 * 0.009, rel=0.01)
     assert predict(replace(WORK, workers=1), [one]).step.loader == 0
-
-
-def test_a_ring_ends_when_all_hops_are_over_after_its_last_rank_began():
-    """Hop by hop: a rank sends the next message when it has its neighbour's last one."""
-    rng, ranks, hop = np.random.default_rng(0), 7, 0.3
-    begun = rng.random(ranks)
-    at = begun.copy()
-    for _ in range(2 * (ranks - 1)):
-        at = np.maximum(at, np.roll(at, 1)) + hop
-    assert at == pytest.approx(np.full(ranks, begun.max() + 2 * (ranks - 1) * hop))
 
 
 @pytest.mark.parametrize("fleet", [[], [HOST] * (MOST_RANKS // 8 + 1)])
