@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from yolofleet.runs.checkpoint import bucket_copy, bucket_lease
-from yolofleet.runs.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
+from yolofleet.runs.checkpoint.bucket_copy import Copier, Copying, Order
 from yolofleet.runs.checkpoint.bucket_lease import BucketLease, LeaseTaken
 from yolofleet.storage.object_writer import ObjectWriter
 from yolofleet.storage.shards import Stored
@@ -45,12 +45,11 @@ def state(folder: Path, step: int) -> str:
 
 
 def order_of(folder: Path, *, continues: bool = False, is_current: bool = True) -> Order:
-    return Order(str(folder), [Target(f"file://{folder.parent}/store/run", continues, is_current)], 2, "")
+    return Order(str(folder), f"file://{folder.parent}/store/run", continues, is_current, keep=2, command="")
 
 
-def copier_of(folder: Path, *, continues: bool = False, is_current: bool = True) -> TargetCopier:
-    order = order_of(folder, continues=continues, is_current=is_current)
-    copier = TargetCopier(order, order.targets[0])
+def copier_of(folder: Path, *, continues: bool = False, is_current: bool = True) -> Copier:
+    copier = Copier(order_of(folder, continues=continues, is_current=is_current))
     copier.begin()
     return copier
 
@@ -254,9 +253,11 @@ def test_a_process_that_loses_its_lease_copies_nothing_more(
         lost.copy(is_last=False)
     assert stored(run) == before
     copying = Copying(order_of(run))
-    copying.copiers = [lost]
+    copying.copier = lost
     copying._pass()
-    assert "goes on on" in messages.said("warning")[0] and not copying.copiers
+    assert "goes on on" in messages.said("warning")[0]
+    copying._pass()
+    assert len(messages.said("missing")) == 1 and stored(run) == before
     held.copy(is_last=True)
 
 
@@ -323,9 +324,9 @@ def test_a_restart_that_finds_another_holder_after_an_outage_copies_nothing(
 def test_a_restart_does_not_replace_what_another_command_has_added(run: Path) -> None:
     """A machine that was cut off comes back after the run has been resumed elsewhere and has ended there."""
 
-    def process(command: str, *, is_restart: bool) -> TargetCopier:
+    def process(command: str, *, is_restart: bool) -> Copier:
         order = replace(order_of(run, continues=True), command=command, is_restart=is_restart)
-        copier = TargetCopier(order, order.targets[0])
+        copier = Copier(order)
         copier.begin()
         return copier
 
@@ -361,10 +362,10 @@ def test_a_lease_is_free_again_if_the_store_fails_after_it(
     def never(_: float) -> None:
         raise AssertionError("waits for a holder that has given up")
 
-    name, order = state(run, 3), order_of(run)
+    name = state(run, 3)
     with monkeypatch.context() as down, pytest.raises(StorageError, match="down"):
-        down.setattr(TargetCopier, "_check", fail)
-        TargetCopier(order, order.targets[0]).begin()
+        down.setattr(Copier, "_check", fail)
+        Copier(order_of(run)).begin()
     monkeypatch.setattr(bucket_lease.time, "sleep", never)
     other = copier_of(run)  # of another command
     other.copy(is_last=True)
@@ -381,11 +382,6 @@ def renewing(lease: BucketLease) -> Callable[[BucketLease], tuple[int, dict[str,
         return found
 
     return look
-
-
-def test_an_order_survives_its_line():
-    order = Order("/runs/a b", [Target("s3://b/r", False, True), Target("gs://c", True, False)], 3, "x y 1")
-    assert Order.parse(order.line().decode()) == order
 
 
 def test_a_folder_that_is_behind_its_copy_replaces_nothing(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copy a run folder to addresses in stores while the run goes on: the process ``python -m yolofleet.runs.checkpoint.bucket_copy``.
+"""Copy a run folder to an address in a store while the run goes on: the process ``python -m yolofleet.runs.checkpoint.bucket_copy``.
 
 It is a process of its own, so that training never waits for a store, and a killed worker leaves it time to copy the last state.
 Its standard input has one line of JSON, the :class:`Order`; BEGIN when the folder has the results so far, and ENDED or FAILED at the
@@ -49,24 +49,12 @@ Kind = Literal["ready", "refused", "note", "warning", "alive", "missing"]
 
 
 @dataclass(frozen=True)
-class Target:
-    """An address that gets copies.
-
-    Attributes:
-        continues: the run there is this one; else there must be none.
-        is_current: nothing there is later than the folder, or the run goes on from there.
-    """
-
-    address: str
-    continues: bool
-    is_current: bool
-
-
-@dataclass(frozen=True)
 class Order:
     """What to copy.
 
     Attributes:
+        continues: the run at the address is this one; else there must be none.
+        is_current: nothing there is later than the folder, or the run goes on from there.
         keep: number of states.
         command: see :class:`BucketLease`.
         is_restart: the processes of a run that goes on were started again. If the store is down, copying begins later. If
@@ -74,19 +62,16 @@ class Order:
     """
 
     folder: str
-    targets: list[Target]
+    address: str
+    continues: bool
+    is_current: bool
     keep: int
     command: str
     is_restart: bool = False
 
     def line(self) -> bytes:
-        """Return the line that :meth:`parse` reads."""
+        """Return the line that ``main`` reads."""
         return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def parse(cls, line: str) -> Order:
-        values = json.loads(line)
-        return cls(**{**values, "targets": [Target(**target) for target in values["targets"]]})
 
 
 _saying = threading.Lock()
@@ -106,8 +91,8 @@ def _line() -> bytes:
     return line
 
 
-class TargetCopier:
-    """Copies a run folder to one target.
+class Copier:
+    """Copies a run folder to its address.
 
     Attributes:
         has_begun: it has the lease, and knows what is there.
@@ -115,11 +100,10 @@ class TargetCopier:
         copied: the number of files that were copied so far.
     """
 
-    def __init__(self, order: Order, target: Target) -> None:
-        self.folder, self.keep, self.target = Path(order.folder), max(order.keep, 1), target
-        self.store = ObjectWriter(target.address, ATTEMPT_S)
+    def __init__(self, order: Order) -> None:
+        self.order, self.folder = order, Path(order.folder)
+        self.store = ObjectWriter(order.address, ATTEMPT_S)
         self.lease = BucketLease(self.store, order.command)
-        self.is_restart = order.is_restart
         self.has_begun = False
         self.missing = self.copied = 0
         self._marks = dict[str, tuple[int, int, int]]()  # of what is copied
@@ -149,22 +133,22 @@ class TargetCopier:
             self._again_s = time.monotonic() + LEASE_S
         self.has_begun = True
         # in the log: a later resume may copy there again
-        echo(f"{COPIES_TO}{self.target.address}", to=sys.stderr)
+        echo(f"{COPIES_TO}{self.order.address}", to=sys.stderr)
 
     def _check(self) -> None:
-        there, target = self.store.objects()[0], self.target
+        there, order = self.store.objects()[0], self.order
         self._states = sorted(filter(_is_state, there), key=_step)
-        if not target.continues and any(map(_is_of_a_run, there)):
+        if not order.continues and any(map(_is_of_a_run, there)):
             raise ConfigError(
-                f"{target.address} has a run already",
-                hint=f"--resume {quoted(target.address)} continues it; or name another address",
+                f"{order.address} has a run already",
+                hint=f"--resume {quoted(order.address)} continues it; or name another address",
             )
         here = max(map(_step, filter(_is_state, self._files())), default=-1)
-        is_current = target.is_current and (self.lease.follows_own or not self.is_restart)
+        is_current = order.is_current and (self.lease.follows_own or not order.is_restart)
         if self._states and not is_current and _step(self._states[-1]) > here:
             raise ConfigError(
-                f"{target.address} has a later state than {self.folder}: of step {_step(self._states[-1])}, not {here}",
-                hint=f"--resume {quoted(target.address)} goes on from there",
+                f"{order.address} has a later state than {self.folder}: of step {_step(self._states[-1])}, not {here}",
+                hint=f"--resume {quoted(order.address)} goes on from there",
             )
 
     def copy(self, *, is_last: bool) -> None:
@@ -225,7 +209,7 @@ class TargetCopier:
 
     def _prune(self, newest: str) -> None:
         self._states = [*(key for key in self._states if key != newest), newest]
-        while len(self._states) > self.keep:
+        while len(self._states) > max(self.order.keep, 1):
             self.lease.guard()
             self.store.remove(self._states.pop(0))
 
@@ -290,13 +274,12 @@ def _as_now(path: Path) -> Iterator[Path]:
 
 
 class Copying:
-    """All targets of a run."""
+    """The copying of a run until its end."""
 
     def __init__(self, order: Order) -> None:
-        self.order = order
-        self.copiers: list[TargetCopier] = []
+        self.copier = Copier(order)
         self._ending, self._gives_back = False, True
-        self._outage_is_told = False
+        self._outage_is_told = self._is_refused = False
         self._copied, self._progress_s = 0, 0.0
         self._over = threading.Event()
 
@@ -304,18 +287,12 @@ class Copying:
         """Copy until the run has ended, then the rest."""
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
         try:
-            for target in self.order.targets:
-                copier = TargetCopier(self.order, target)
-                try:
-                    copier.begin()
-                except StorageError:
-                    if not self.order.is_restart:
-                        raise
-                self.copiers.append(copier)
+            self.copier.begin()
         except YolofleetError as problem:
-            self._release()
-            say("refused", type(problem).__name__, problem.what, problem.hint)
-            return
+            if not (self.copier.order.is_restart and isinstance(problem, StorageError)):
+                self._over.set()
+                say("refused", type(problem).__name__, problem.what, problem.hint)
+                return
         say("ready")
         if _line() == BEGIN:
             while not self._pass():
@@ -323,7 +300,7 @@ class Copying:
                     self._ending, self._progress_s = True, time.monotonic()
         self._over.set()
         if self._gives_back:
-            self._release()
+            self._renew_once(ended=True)
 
     def _wait(self) -> bool:
         """Wait for the next pass; return whether the run has ended."""
@@ -331,63 +308,61 @@ class Copying:
             return False
         self._gives_back = _line() == ENDED
         if not self._gives_back:
-            self._renew_all(failed=True)
+            self._renew_once(failed=True)
         return True
 
     def _pass(self) -> bool:
         """Copy what has changed; return whether nothing is left to do."""
-        is_last, problem = self._ending, None
-        for copier in self.copiers[:]:
-            try:
-                copier.copy(is_last=is_last)
-            except (LeaseTaken, ConfigError) as refused:
-                self._stop(copier, refused)
-            except StorageError as refused:
-                problem = refused
-        if problem is None:
-            if self._outage_is_told:
-                self._outage_is_told = False
-                say("note", "the copies in the store are complete again")
+        is_last = self._ending
+        if self._is_refused:
             return is_last
+        try:
+            self.copier.copy(is_last=is_last)
+        except (LeaseTaken, ConfigError) as refused:
+            self._stop(refused)
+        except StorageError as problem:
+            return self._wait_out(problem, is_last=is_last)
+        if self._outage_is_told and not self._is_refused:
+            self._outage_is_told = False
+            say("note", "the copies in the store are complete again")
+        return is_last
+
+    def _wait_out(self, problem: StorageError, *, is_last: bool) -> bool:
+        """Tell an outage once; return whether it has lasted too long after the end of the run."""
         if not self._outage_is_told:
             self._outage_is_told = True
             say("warning", f"{problem.what}: the run goes on, and its files are copied later")
-        if (copied := sum(copier.copied for copier in self.copiers)) != self._copied:
-            self._copied, self._progress_s = copied, time.monotonic()
+        if self.copier.copied != self._copied:
+            self._copied, self._progress_s = self.copier.copied, time.monotonic()
         if is_last and time.monotonic() - self._progress_s > LAST_S:
-            count = sum(copier.missing for copier in self.copiers)
-            say("missing", f"{count} files are not copied: {problem.what}")
+            say("missing", f"{self.copier.missing} files are not copied: {problem.what}")
             return True
         time.sleep(POLL_S if is_last else 0.0)
         return False
 
-    def _stop(self, copier: TargetCopier, refused: YolofleetError) -> None:
-        if copier in self.copiers:
-            self.copiers.remove(copier)
+    def _stop(self, refused: YolofleetError) -> None:
+        if not self._is_refused:
+            self._is_refused = True
             say("warning", f"{refused.what}; this process copies nothing more there")
             say("missing", refused.what)
 
     def _renew(self) -> None:
-        """Renew the leases while a large file is copied. End this process at once when the last one is taken."""
+        """Renew the lease while a large file is copied. End this process at once when it is taken."""
         while not self._over.wait(RENEW_S):
-            had = len(self.copiers)
-            self._renew_all()
-            if had and not self.copiers:
+            had = not self._is_refused
+            self._renew_once()
+            if had and self._is_refused:
                 os._exit(0)  # an object that is being written must not replace one of the new holder
 
-    def _renew_all(self, **state: bool) -> None:
-        for copier in [copier for copier in self.copiers if copier.has_begun]:
+    def _renew_once(self, **state: bool) -> None:
+        if self.copier.has_begun and not self._is_refused:
             try:
-                copier.lease.renew(**state)
+                self.copier.lease.renew(**state)
                 say("alive")
             except LeaseTaken as taken:
-                self._stop(copier, taken)
+                self._stop(taken)
             except StorageError:
                 pass  # the copies fail as well, and tell
-
-    def _release(self) -> None:
-        self._over.set()
-        self._renew_all(ended=True)
 
 
 def main() -> int:
@@ -396,7 +371,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the end of the standard input ends this process
     with suppress(OSError, AttributeError):
         os.nice(5)
-    Copying(Order.parse(_line().decode())).run()
+    Copying(Order(**json.loads(_line()))).run()
     return 0
 
 

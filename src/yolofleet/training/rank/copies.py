@@ -16,7 +16,7 @@ from queue import Empty, Queue
 from yolofleet.config.resolve import FIRST_START, Resolved
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
-from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
+from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, RunFolder
 from yolofleet.storage.atomic import open_append
@@ -65,9 +65,8 @@ def copied_run(resolved: Resolved[TrainConfig], world: World, folder: RunFolder)
             copies.wait_until_ready()
             if address and not has_results:
                 bring_results(address, folder.path, is_restart=is_restart)
-            if resolved.value.checkpoint_to:
-                with suppress(OSError), open_append(folder.logs / LOG) as log:
-                    log.write(f"{HAS_RESULTS}{resolved.value.checkpoint_to.removesuffix('/')}\n".encode())
+            with suppress(OSError), open_append(folder.logs / LOG) as log:
+                log.write(f"{HAS_RESULTS}{copies.address}\n".encode())
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise
@@ -89,17 +88,6 @@ def copied_run(resolved: Resolved[TrainConfig], world: World, folder: RunFolder)
     main_does(world, TASK, copies.wait_until_ended if copies else None)
 
 
-def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart: bool) -> list[Target]:
-    """Return the addresses that get copies of the run; ``is_restart``: a launcher has started the processes again."""
-    config, found = resolved.value, list[Target]()
-    before = _log_of_copies(folder) if config.resume else []
-    if address := config.checkpoint_to.removesuffix("/"):
-        was_ours = resolved.sources["checkpoint_to"] == FIRST_START or COPIES_TO + address in before
-        is_current = is_restart or address == config.resume
-        found.append(Target(address, is_current or was_ours, is_current))
-    return found
-
-
 def _log_of_copies(folder: RunFolder) -> list[str]:
     """Return the lines of the log of copies: ``COPIES_TO`` and ``HAS_RESULTS`` with addresses, and what libraries print."""
     with suppress(OSError, ValueError):
@@ -108,18 +96,32 @@ def _log_of_copies(folder: RunFolder) -> list[str]:
 
 
 class CopyingProcess:
-    """The process that copies, and what it says. Raise StorageError if it cannot be started."""
+    """The process that copies to ``address``, and what it says; ``is_restart``: a launcher has started the processes again.
+
+    Raises StorageError: the process cannot be started.
+    """
 
     def __init__(
         self, resolved: Resolved[TrainConfig], folder: RunFolder, console: NullConsole, *, is_restart: bool
     ) -> None:
         self.folder, self.console = folder, console
-        targets = targets_of(resolved, folder, is_restart=is_restart)
-        self._names = ", ".join(target.address for target in targets)
+        config = resolved.value
+        self.address = address = config.checkpoint_to.removesuffix("/")
+        is_current = is_restart or address == config.resume
+        before = _log_of_copies(folder) if config.resume else []
+        was_ours = resolved.sources["checkpoint_to"] == FIRST_START or COPIES_TO + address in before
         self._said: Queue[list[str]] = Queue()
         self._missing, self._heard_s = "", time.monotonic()
         command = os.environ.get(COMMAND_ID) or folder.attempt.partition("\n")[0] or secrets.token_hex(8)
-        order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command, is_restart)
+        order = Order(
+            str(folder.path.resolve()),
+            address,
+            continues=is_current or was_ours,
+            is_current=is_current,
+            keep=config.keep_last,
+            command=command,
+            is_restart=is_restart,
+        )
         try:
             with open_append(folder.logs / LOG) as log:
                 self._process = start_module(
@@ -162,7 +164,7 @@ class CopyingProcess:
         code = self._process.wait()
         if code and not self._missing:
             self._missing = f"the process that copies ended with code {code} ({self.folder.logs / LOG})"
-            self.console.warn(f"{self._missing}: nothing more is copied to {self._names}")
+            self.console.warn(f"{self._missing}: nothing more is copied to {self.address}")
         self._said.put(["ended"])
 
     def wait_until_ready(self) -> None:
@@ -184,7 +186,7 @@ class CopyingProcess:
             waited_s = time.monotonic() - began_s
             if waited_s > TELL_S and not is_told:
                 is_told = True
-                self.console.note(f"the rest of the files is copied to {self._names}")
+                self.console.note(f"the rest of the files is copied to {self.address}")
             if waited_s > most_s or time.monotonic() - max(self._heard_s, began_s) > SILENT_S:
                 self._missing = self._missing or "the store has not taken the last files in time"
                 break
