@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ import click
 
 from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
-from yolofleet.storage.mirrored import address_of
+from yolofleet.storage.mirrored import mirror_of
 from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import echo, listed, shown
 
@@ -140,16 +141,14 @@ def _keep_fresh(places: list[Path]) -> None:
     """Read the lists of mirrored places again from time to time."""
 
     def refresh_all() -> None:
-        from yolofleet.storage.mirror import refresh
-
         while True:
             time.sleep(REFRESH_S)
-            for place in stored:
+            for mirror in mirrors:
                 with suppress(Exception):  # the store may be away for a while, or the disk full
-                    refresh(place)
+                    mirror.update()
 
-    stored = [place for place in places if address_of(place)]
-    if stored:
+    mirrors = {mirror for place in places if (mirror := mirror_of(os.path.realpath(place)))}
+    if mirrors:
         threading.Thread(target=refresh_all, daemon=True, name="refresh").start()
 
 

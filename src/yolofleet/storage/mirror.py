@@ -100,43 +100,6 @@ def local_path(
     return path
 
 
-def mirror_of(path: Path) -> Path | None:
-    """Return the folder of the files of a mirror in which a path lies; None: in none."""
-    mirror = Mirror.of(os.path.realpath(path))
-    return None if mirror is None else mirror.tree
-
-
-def address_in_store(path: str) -> str:
-    """Return the address of a file or folder, by its absolute path without links; "" if it is of no mirror."""
-    mirror = Mirror.of(path)
-    return "" if mirror is None else f"{mirror.root}/{mirror.key(path)}".removesuffix("/.")
-
-
-def refresh(path: Path) -> None:
-    """Read the list of the mirror anew in which a path lies. Raises StorageError."""
-    mirror = Mirror.of(os.path.realpath(path))
-    assert mirror is not None
-    mirror.update()
-
-
-def download_absent(paths: Sequence[str]) -> int:
-    """Download the absent contents of some files, see ``mirrored.download``."""
-    absent = [path for path in dict.fromkeys(paths) if _is_absent(path)]
-    if absent:
-        mirror = Mirror.of(absent[0])
-        assert mirror is not None
-        mirror.fetch([mirror.key(path) for path in absent])
-    return len(absent)
-
-
-def stored(paths: Sequence[str]) -> dict[str, Stored]:
-    """Return what the listing says of some files of one mirror, see ``mirrored.listed_by_store``."""
-    mirror = Mirror.of(paths[0])
-    assert mirror is not None
-    keys = {mirror.key(path): path for path in paths}
-    return {keys[key]: about for key, about in mirror._table(keys).items()}
-
-
 def read_anew(paths: Sequence[str]) -> int:
     """Read the contents of some files from the store, also those that are here, and keep none; return how many bytes.
 
@@ -149,28 +112,6 @@ def read_anew(paths: Sequence[str]) -> int:
     assert mirror is not None
     about = mirror._table([mirror.key(path) for path in paths])
     return sum(len(content) for group in _groups(about) for content in mirror.store.read(group).values())
-
-
-def open_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
-    """Return an open file of a mirror after its content is downloaded, see ``mirrored.with_content``.
-
-    Args:
-        path: absolute, without links.
-    """
-    mirror = Mirror.of(path)
-    if mirror is None:
-        return handle, found
-    for _ in range(_TRIES):
-        if stat.S_IMODE(found.st_mode) != ABSENT:
-            with contextlib.suppress(OSError):  # for the order of evictions
-                os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
-            return handle, found
-        mirror.fetch([mirror.key(path)])
-        new = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        os.dup2(new, handle, inheritable=False)
-        os.close(new)
-        found = os.fstat(handle)
-    raise StorageError(f"{path} is evicted before it can be read", hint="a larger YOLOFLEET_DISK_CACHE")
 
 
 class Mirror:
@@ -202,9 +143,7 @@ class Mirror:
 
     @classmethod
     def of(cls, path: str) -> Mirror | None:
-        """Return the mirror in which an absolute path lies; None: in none."""
-        if not is_mirrored(path):
-            return None
+        """Return the mirror in which a path lies that ``is_mirrored``; None: it is of no tree."""
         folder, _, rest = path.removeprefix(_prefix()).partition(os.sep)
         if rest.partition(os.sep)[0] != _TREE:
             return None
@@ -213,6 +152,34 @@ class Mirror:
 
     def key(self, path: str) -> str:
         return os.path.relpath(path, self.tree).replace(os.sep, "/")
+
+    def address(self, path: str) -> str:
+        return f"{self.root}/{self.key(path)}".removesuffix("/.")
+
+    def opened(self, path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
+        """Return an open file after its content is downloaded, see ``mirrored.with_content``."""
+        for _ in range(_TRIES):
+            if stat.S_IMODE(found.st_mode) != ABSENT:
+                with contextlib.suppress(OSError):  # for the order of evictions
+                    os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
+                return handle, found
+            self.fetch([self.key(path)])
+            new = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.dup2(new, handle, inheritable=False)
+            os.close(new)
+            found = os.fstat(handle)
+        raise StorageError(f"{path} is evicted before it can be read", hint="a larger YOLOFLEET_DISK_CACHE")
+
+    def download(self, paths: Sequence[str]) -> int:
+        """Download the absent contents of some files, see ``mirrored.download``."""
+        absent = [path for path in dict.fromkeys(paths) if _is_absent(path)]
+        self.fetch(list(map(self.key, absent)))
+        return len(absent)
+
+    def listed(self, paths: Sequence[str]) -> dict[str, Stored]:
+        """Return what the listing says of some files, see ``mirrored.listed_by_store``."""
+        about = self._table(map(self.key, paths))
+        return {path: about[key] for path in paths if (key := self.key(path)) in about}
 
     def update(self, needed: str = "", *, holds: bool = False) -> Mirror:
         """Make the files those of the store; contents stay where size, time and digest have not changed.

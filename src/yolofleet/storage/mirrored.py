@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING
 from yolofleet.storage.caches import ABSENT, is_mirrored
 
 if TYPE_CHECKING:
+    from yolofleet.storage.mirror import Mirror
     from yolofleet.storage.shards import Stored
 
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
+
+
+def mirror_of(path: str) -> Mirror | None:
+    """Return the mirror in which an absolute path without links lies; None: in none."""
+    if not is_mirrored(path):
+        return None
+    from yolofleet.storage.mirror import Mirror
+
+    return Mirror.of(path)
 
 
 def with_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
@@ -31,11 +41,8 @@ def with_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os
     if stat.S_IMODE(found.st_mode) != ABSENT and time.time() - found.st_atime < TOUCHED_EVERY_S:
         return handle, found  # the usual case, without a look at the path
     path = os.path.realpath(path)
-    if not is_mirrored(path):
-        return handle, found
-    from yolofleet.storage.mirror import open_content
-
-    return open_content(path, handle, found)
+    mirror = mirror_of(path)
+    return mirror.opened(path, handle, found) if mirror else (handle, found)
 
 
 def download(paths: Sequence[str]) -> int:
@@ -46,11 +53,8 @@ def download(paths: Sequence[str]) -> int:
     Raises:
         StorageError: the store cannot be read, or the disk cannot be written.
     """
-    if not paths or not is_mirrored(paths[0]):
-        return 0
-    from yolofleet.storage.mirror import download_absent
-
-    return download_absent(paths)
+    mirror = mirror_of(paths[0]) if paths else None
+    return mirror.download(paths) if mirror else 0
 
 
 def listed_by_store(paths: Sequence[str]) -> dict[str, Stored] | None:
@@ -61,18 +65,12 @@ def listed_by_store(paths: Sequence[str]) -> dict[str, Stored] | None:
     Raises:
         StorageError: the table of the mirror is damaged.
     """
-    if not paths or not is_mirrored(paths[0]):
-        return None
-    from yolofleet.storage.mirror import stored
-
-    return stored(paths)
+    mirror = mirror_of(paths[0]) if paths else None
+    return mirror.listed(paths) if mirror else None
 
 
 def address_of(path: str | os.PathLike[str]) -> str:
     """Return the address in the store of a file or folder of a mirror; "" for other paths."""
     whole = os.path.realpath(path)
-    if not is_mirrored(whole):
-        return ""
-    from yolofleet.storage.mirror import address_in_store
-
-    return address_in_store(whole)
+    mirror = mirror_of(whole)
+    return mirror.address(whole) if mirror else ""

@@ -17,7 +17,7 @@ from yolofleet.storage import object_store
 from yolofleet.storage.caches import DISK_CACHE
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.storage.mirror import local_path
-from yolofleet.storage.mirrored import download
+from yolofleet.storage.mirrored import download, listed_by_store
 from yolofleet.storage.object_store import check_address, folder_of, reason, without_secrets
 from yolofleet.support.errors import ConfigError, StorageError
 
@@ -163,7 +163,7 @@ def test_a_damaged_table_is_a_message_and_is_made_again(store: Path):
     tree = local_path(f"file://{store}")
     paths = [str(path) for path in tree.rglob("*") if path.is_file()]
     (tree.parent / "files.sqlite").write_bytes(b"damaged")
-    for read in (mirrors.stored, mirrors.read_anew, download):
+    for read in (listed_by_store, mirrors.read_anew, download):
         with pytest.raises(StorageError, match=r"files\.sqlite"):
             read(paths)
     local_path(f"file://{store}")

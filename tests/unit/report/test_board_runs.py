@@ -16,7 +16,7 @@ from yolofleet.cli.commands import named_run
 from yolofleet.runs.board import runs as board_runs
 from yolofleet.runs.board.runs import Run, Runs, find_runs
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.storage.mirror import refresh
+from yolofleet.storage.mirrored import mirror_of
 from yolofleet.support.errors import ConfigError, StorageError
 
 
@@ -48,12 +48,14 @@ def test_the_rows_of_runs_in_a_store_follow_the_store(
         row["folder"] == f"file://{tmp_path}/bucket/exp" and row["state"] == "running" and row["epoch"] == 3
     )
     assert not row["may_ask"]  # the run's machine would not see a request
+    mirror = mirror_of(str(runs.places[0]))
+    assert mirror is not None
     publish(folder, epoch=4, epochs=300)
-    refresh(runs.places[0])
+    mirror.update()
     assert rows_of(runs)[0]["epoch"] == 4
     publish(folder, "ended", epoch=4, epochs=300)
     made_run(tmp_path / "bucket/next", None, epochs=2)
-    refresh(runs.places[0])
+    mirror.update()
     rows = {row["name"]: row for row in rows_of(runs)}
     assert sorted(rows) == ["exp", "next"] and rows["exp"]["state"] == "ended"
 

@@ -21,8 +21,8 @@ from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
 from yolofleet.storage.atomic import storage_error, whole_folder, write_bytes, writing
 from yolofleet.storage.caches import INDEX
 from yolofleet.storage.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
-from yolofleet.storage.mirror import Mirror, local_path, mirror_of
-from yolofleet.storage.mirrored import download
+from yolofleet.storage.mirror import local_path
+from yolofleet.storage.mirrored import download, mirror_of
 from yolofleet.storage.object_store import check_address
 from yolofleet.storage.object_writer import ObjectWriter
 from yolofleet.storage.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain_path
@@ -83,7 +83,8 @@ def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, i
 def _folder_of(spec: DatasetSpec) -> Path:
     """Return the folder in which all files of a data set lie. Raises ConfigError."""
     origin = next(iter(spec.splits.values()))[0].path
-    folder = mirror_of(origin) or Path(spec.origin).expanduser().absolute()
+    mirror = mirror_of(os.path.realpath(origin))
+    folder = mirror.tree if mirror else Path(spec.origin).expanduser().absolute()
     folder = folder if folder.is_dir() else folder.parent
     if folder.name == "annotations":  # of COCO, beside the images
         folder = folder.parent
@@ -95,7 +96,7 @@ def _folder_of(spec: DatasetSpec) -> Path:
                     source=spec.origin,
                     hint="yolofleet data convert makes one folder of a data set",
                 )
-    if mirror_of(origin) is None and (link := link_out_of(folder)):
+    if mirror is None and (link := link_out_of(folder)):
         raise links_refused(link, str(folder))
     return folder
 
@@ -135,7 +136,7 @@ def unshard(data: str, out: str, on_progress: Progress) -> int:
         raise ConfigError(f"--out {out} is not an empty folder", hint="--out another")
     address = data if "://" in data else f"file://{Path(data).expanduser().resolve()}"
     path = local_path(address, "SET")
-    mirror = Mirror.of(str(path))
+    mirror = mirror_of(str(path))
     assert mirror is not None
     names = _files_below(mirror.tree)
     with writing(target), whole_folder(target) as made:
@@ -185,7 +186,7 @@ def write_list(data: str, on_progress: Progress) -> tuple[Path, int]:
         DataError: a file cannot be read. StorageError: the list cannot be written.
     """
     folder = _folder_of(load_dataset(data))
-    if mirror_of(folder) is not None:
+    if mirror_of(os.path.realpath(folder)) is not None:
         raise ConfigError(
             f"{data} is not a folder of a disk", hint="run this on the machine that has the files"
         )

@@ -113,17 +113,19 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
 
 def _mirrored(address: str) -> DatasetSpec:
     """Return the data set at an address; its files are those of a mirror on this machine."""
-    from yolofleet.storage.mirror import local_path, mirror_of
+    from yolofleet.storage.mirror import local_path
+    from yolofleet.storage.mirrored import mirror_of
     from yolofleet.storage.object_store import without_secrets
 
     path = local_path(address)
-    within = mirror_of(path)
-    spec = _from_path(path, within=within)
+    mirror = mirror_of(str(path))
+    assert mirror is not None
+    spec = _from_path(path, within=mirror.tree)
     shown = without_secrets(address)
     folder = shown.removesuffix("/").removesuffix(path.name if path.is_file() else "").rstrip("/")
     is_usual = path.is_dir() or path.stem in ("data", "dataset")
     return replace(
-        spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown, within=within
+        spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown, within=mirror.tree
     )
 
 
