@@ -6,7 +6,6 @@ import json
 import zlib
 from dataclasses import replace
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -132,18 +131,6 @@ def test_outputs_are_those_of_darknet_and_opencv(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_value_is_that_of_darknet_and_opencv(name):
-    for program, stem in (("opencv", "opencv_outputs"), ("darknet", "darknet_c_outputs")):
-        with np.load(reference(f"fixtures/yolov3/darknet/{stem}.npz")) as file:
-            for key in [
-                key for key in file.files if key.startswith(f"{name}.") and not key.endswith("input_u8")
-            ]:
-                found = outputs(name, program)[key.split(".")[1]]
-                found = found if found.shape == file[key].shape else found[::5]  # rows of large networks
-                assert_near(found, file[key], key)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
 def test_layers_and_file_sizes_are_the_originals(name):
     facts, description = FACTS[name], description_of(name)
     assert len(layers(description)) == facts["layers"]
@@ -191,30 +178,5 @@ def test_published_weights_come_back_to_the_byte(tmp_path):
     copy = tmp_path / "mine.weights"
     weights_file.write(copy, weights)
     assert copy.read_bytes() == original.read_bytes()
-    assert read_cfg(tmp_path / "mine.cfg").sections == preset("darknet-yolov3-tiny").sections
-
-
-def test_the_built_in_tiny_network_is_the_file_of_the_published_weights():
-    assert (
-        read_cfg(reference("weights/yolov3-tiny.mask123.cfg")).sections
-        == preset("darknet-yolov3-tiny").sections
-    )
-    assert read_cfg(reference("weights/yolov3-tiny.cfg")).sections != preset("darknet-yolov3-tiny").sections
-
-
-@pytest.mark.skipif(
-    not hasattr(getattr(cv2, "dnn", None), "readNetFromDarknet"),
-    reason="this OpenCV reads no Darknet files (versions before 5 do)",
-)
-@pytest.mark.parametrize("name", MINI)
-def test_opencv_reads_what_we_write_and_agrees(name, tmp_path):
-    model = formula_network(name)
-    weights_file.write(
-        tmp_path / "a.weights", Weights(dict(model.state_dict()), WeightsHeader.of(model, img=96))
-    )
-    read_darknet = cv2.dnn.readNetFromDarknet  # type: ignore[attr-defined]  # OpenCV 5 has none
-    theirs = read_darknet(str(tmp_path / "a.cfg"), str(tmp_path / "a.weights"))
-    theirs.setInput(formula_image(HEIGHT, WIDTH, 7).numpy())
-    rows = theirs.forward(theirs.getUnconnectedOutLayersNames())
-    for j, found in enumerate(rows):
-        assert_near(outputs(name, "opencv")[f"yolo{j}"], found, f"yolo{j}")
+    published = read_cfg(reference("weights/yolov3-tiny.mask123.cfg"))
+    assert read_cfg(tmp_path / "mine.cfg").sections == published.sections

@@ -16,19 +16,13 @@ import pytest
 import torch
 from conditioning import compare, perturbed
 from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, labels, raws
+from of_transformers import each_result, some
 
 from yolofleet.families.dfine.decoder import bin_values
 from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 from yolofleet.families.dfine.loss import DfineLoss
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.matching import Matching
-
-pytest.importorskip("transformers.loss.loss_d_fine", reason="the package transformers is not installed")
-deimv2 = pytest.importorskip("transformers.loss.loss_deimv2", reason="transformers is older than 5.8")
-from transformers.loss.loss_rt_detr import (  # noqa: E402
-    RTDetrForObjectDetectionLoss,
-    RTDetrHungarianMatcher,
-)
 
 SIZE_HW = (64, 64)
 CONFIG = SimpleNamespace(
@@ -65,38 +59,34 @@ def labels_of(targets, kind=torch.float64):
     return found
 
 
-def compare_gradients(ours, theirs, predicted, reference, gains):
-    """Compare the gradients of the weighted sums with respect to every raw prediction; print the largest difference."""
-    mine = torch.autograd.grad((ours * gains).sum(), predicted, allow_unused=True)
-    wanted = torch.autograd.grad(theirs, reference, allow_unused=True)
-    largest = 0.0
-    for name, raw, *gradients in list(zip(predicted._fields, predicted, mine, wanted, strict=True))[3:]:
-        if raw.numel() == 0:
-            continue
-        part, expected = (np.zeros(raw.shape) if g is None else g.double().numpy() for g in gradients)
-        highest = np.abs(expected).max()
-        largest = max(largest, np.abs(part - expected).max() / max(highest, 1e-9))
-        compare(
-            part,
-            expected,
-            atol=(OF_CORNERS if name.endswith("corners") else OF_HIGHEST) * highest,
-            name=f"gradient of {name}",
-        )
-    print(f"largest difference of a gradient: {largest:.1e} of the highest value of its raw prediction")
+def results_of(terms, weighted, raw):
+    """Values of the terms, and of the gradients of their weighted sum with respect to every raw prediction."""
+    gradients = torch.autograd.grad(weighted, raw, allow_unused=True)
+    found = {term: torch.as_tensor(value).detach().double().numpy() for term, value in terms.items()}
+    for name, part, gradient in list(zip(raw._fields, raw, gradients, strict=True))[3:]:
+        if part.numel():
+            values = np.zeros(part.shape, np.float32) if gradient is None else gradient.numpy()
+            found |= {f"gradient of {name}": some(values).astype(np.float32)}
+            found |= {f"highest of {name}": np.float32(np.abs(values).max())}
+    return found
 
 
-def compare_terms(ours, expected, terms):
-    found = dict(zip(terms, ours.detach().tolist(), strict=True))
-    wanted = {term: torch.as_tensor(value).item() for term, value in expected.items()}
-    print("terms:", {term: f"{found[term]:.5f} ({found[term] - wanted[term]:+.0e})" for term in wanted})
-    for term in terms:
-        compare(found[term], wanted[term], **TOLERANCE, name=term)
-
-
-def parts_of(losses, ending, gain=None):
-    """The sum of the reference's weighted losses whose names have ``ending``, over ``gain``."""
-    total = sum(value for name, value in losses.items() if ending(name))
-    return total if gain is None else total / gain
+def compare_results(key, loss, predicted, targets, ask):
+    """Compare terms and gradients; a gradient within a share of the highest of its raw prediction."""
+    sums = loss.sums(predicted, targets)
+    terms = dict(zip(loss.terms, sums.unbind(), strict=True))
+    found = results_of(terms, (sums * loss.gains).sum(), predicted)
+    for expected in each_result(key, ask):
+        assert expected.keys() == found.keys()
+        for name, values in expected.items():
+            kind, _, part = name.rpartition(" of ")
+            highest = expected[f"highest of {part}"] if kind else 0
+            share = OF_CORNERS if name.endswith("corners") else OF_HIGHEST
+            if kind == "gradient":
+                compare(found[name][:-1], values[:-1], atol=share * highest, name=name)
+                compare(found[name][-1], values[-1], rtol=share, name=f"{name} (norm)")
+            elif not kind:
+                compare(found[name], values, **TOLERANCE, name=name)
 
 
 # -- RT-DETR ---------------------------------------------------------------------------------------------------
@@ -110,8 +100,6 @@ def test_terms_and_gradients_of_rtdetr(counts):
     targets = loss.match(labels(*counts), len(counts), SIZE_HW)
     noisy = targets.noisy_boxes.shape[1]
     predicted, reference = perturbed_raws(len(counts), noisy, dfine=False)
-    ours = loss.sums(predicted, targets)
-
     groups, total = int(targets.noise_group.max(initial=0)) + 1, max(sum(counts), 1)
     meta = {
         "dn_positive_idx": [
@@ -120,28 +108,30 @@ def test_terms_and_gradients_of_rtdetr(counts):
         "dn_num_group": groups,
         "dn_num_split": [noisy, QUERIES],
     }
-    boxes, logits, first = (
-        reference.all_boxes,
-        reference.all_logits,
-        (reference.cell_logits, reference.cell_boxes),
-    )
-    joined = [torch.cat([reference.noisy_boxes, boxes], 2), torch.cat([reference.noisy_logits, logits], 2)]
-    whole, losses, _ = RTDetrForObjectDetectionLoss(
-        joined[1][:, -1], labels_of(targets), "cpu", joined[0][:, -1], CONFIG, joined[1], joined[0],
-        *first, meta if noisy else None,
-    ) if noisy else RTDetrForObjectDetectionLoss(
-        logits[:, -1], labels_of(targets), "cpu", boxes[:, -1], CONFIG, logits, boxes, *first, None,
-    )  # fmt: skip
-    expected = {
-        "cls": losses["loss_vfl"],
-        "box": losses["loss_bbox"] / 5,
-        "giou": losses["loss_giou"] / 2,
-        "aux": sum(value for name, value in losses.items() if "_aux_" in name),
-        "denoise": sum(value for name, value in losses.items() if "_dn_" in name),
-    }
-    assert len(losses) == 3 * (1 + LAYERS + LAYERS * with_noise)
-    compare_terms(ours, {term: value * total for term, value in expected.items()}, loss.terms)
-    compare_gradients(ours, whole * total, predicted, reference, loss.gains)
+
+    def ask():
+        from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
+
+        boxes, logits = reference.all_boxes, reference.all_logits
+        if noisy:
+            boxes = torch.cat([reference.noisy_boxes, boxes], 2)
+            logits = torch.cat([reference.noisy_logits, logits], 2)
+        whole, losses, _ = RTDetrForObjectDetectionLoss(
+            logits[:, -1], labels_of(targets), "cpu", boxes[:, -1], CONFIG, logits, boxes,
+            reference.cell_logits, reference.cell_boxes, meta if noisy else None,
+        )  # fmt: skip
+        expected = {
+            "cls": losses["loss_vfl"],
+            "box": losses["loss_bbox"] / 5,
+            "giou": losses["loss_giou"] / 2,
+            "aux": sum(value for name, value in losses.items() if "_aux_" in name),
+            "denoise": sum(value for name, value in losses.items() if "_dn_" in name),
+        }
+        assert len(losses) == 3 * (1 + LAYERS + LAYERS * with_noise)
+        return results_of({term: value * total for term, value in expected.items()}, whole * total, reference)
+
+    key = f"loss-rtdetr-{'-'.join(map(str, counts))}"
+    compare_results(key, loss, predicted, targets, ask)
 
 
 @pytest.mark.parametrize("queries", [QUERIES, 4])
@@ -152,14 +142,24 @@ def test_matches_are_those_of_the_reference(queries):
     predicted, _ = perturbed_raws(3, 0, dfine=False)
     boxes, logits = predicted.all_boxes[:, :, :queries], predicted.all_logits[:, :, :queries]
     pairs = Matching(boxes, logits, torch.from_numpy(targets.boxes), targets.classes).pairs()
-    matcher = RTDetrHungarianMatcher(CONFIG)
-    for layer in range(LAYERS):
-        outputs = {"logits": logits[:, layer].double(), "pred_boxes": boxes[:, layer].double()}
-        for image, (query, label) in enumerate(matcher(outputs, labels_of(targets))):
+
+    def ask():
+        from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher
+
+        found = {}
+        for layer in range(LAYERS):
+            outputs = {"logits": logits[:, layer].double(), "pred_boxes": boxes[:, layer].double()}
+            for image, matched in enumerate(RTDetrHungarianMatcher(CONFIG)(outputs, labels_of(targets))):
+                found[f"{layer} {image}"] = [part.tolist() for part in matched]
+        return found
+
+    for result in each_result(f"matches-{queries}", ask):
+        for key, (query, label) in result.items():
+            layer, image = map(int, key.split())
             mine = (pairs.output == layer) & (pairs.image == image)
             order = np.argsort(pairs.query[mine])
-            compare(pairs.query[mine][order], query.numpy())
-            compare(pairs.label[mine][order], label.numpy())
+            compare(pairs.query[mine][order], np.array(query, np.int64))
+            compare(pairs.label[mine][order], np.array(label, np.int64))
 
 
 # -- D-FINE ----------------------------------------------------------------------------------------------------
@@ -268,38 +268,47 @@ def test_terms_and_gradients_of_dfine(counts, class_loss):
     loss = DfineLoss(recipe(class_loss=class_loss), CLASSES, table, REG_SCALE)
     targets = loss.match(labels(*counts), len(counts), SIZE_HW)
     predicted, reference = perturbed_raws(len(counts), targets.noisy_boxes.shape[1], dfine=True)
-    ours = loss.sums(predicted, targets)
 
-    criterion = deimv2.Deimv2Loss(CONFIG)
-    criterion.gamma = 2.0 if class_loss == "vfl" else 1.5
-    expected = dict.fromkeys(loss.terms, torch.zeros(()))
-    for i, label in enumerate(labels_of(targets, torch.float32)):
-        used = int((targets.noise_group[i] >= 0).sum())
-        raw = SimpleNamespace(**{name: part[i : i + 1] for name, part in reference._asdict().items()})
-        for name in ("noisy_boxes", "noisy_logits", "noisy_corners", "noisy_references"):
-            setattr(raw, name, getattr(raw, name)[:, :, :used])
-        query = np.flatnonzero(targets.noise_label[i] >= 0)
-        restored = [tuple(map(torch.from_numpy, (query, targets.noise_label[i][query])))]
-        groups = int(targets.noise_group[i].max(initial=-1)) + 1
-        terms = image_of_dfine(criterion, raw, [label], restored, groups, class_loss)
-        for term, value in terms.items():
-            expected[term] = expected[term] + value * (1 if term == "ddf" else max(counts[i], 1))
-    compare_terms(ours, expected, loss.terms)
-    weighted = sum(gain * value for gain, value in zip(loss.gains, expected.values(), strict=True))
-    compare_gradients(ours, weighted, predicted, reference, loss.gains)
+    def ask():
+        from transformers.loss.loss_deimv2 import Deimv2Loss
+
+        criterion = Deimv2Loss(CONFIG)
+        criterion.gamma = 2.0 if class_loss == "vfl" else 1.5
+        expected = dict.fromkeys(loss.terms, torch.zeros(()))
+        for i, label in enumerate(labels_of(targets, torch.float32)):
+            used = int((targets.noise_group[i] >= 0).sum())
+            raw = SimpleNamespace(**{name: part[i : i + 1] for name, part in reference._asdict().items()})
+            for name in ("noisy_boxes", "noisy_logits", "noisy_corners", "noisy_references"):
+                setattr(raw, name, getattr(raw, name)[:, :, :used])
+            query = np.flatnonzero(targets.noise_label[i] >= 0)
+            restored = [tuple(map(torch.from_numpy, (query, targets.noise_label[i][query])))]
+            groups = int(targets.noise_group[i].max(initial=-1)) + 1
+            terms = image_of_dfine(criterion, raw, [label], restored, groups, class_loss)
+            for term, value in terms.items():
+                expected[term] = expected[term] + value * (1 if term == "ddf" else max(counts[i], 1))
+        weighted = sum(gain * value for gain, value in zip(loss.gains, expected.values(), strict=True))
+        return results_of(expected, weighted, reference)
+
+    key = f"loss-dfine-{class_loss}-{'-'.join(map(str, counts))}"
+    compare_results(key, loss, predicted, targets, ask)
 
 
 def test_wanted_bins_are_those_of_the_reference():
-    from transformers.loss.loss_d_fine import bbox2distance
-
     loss = DfineLoss(recipe(), CLASSES, bin_values(torch.tensor([0.5]), torch.tensor([4.0])), 4.0)
     rng = np.random.default_rng(3)
     centres, sides = rng.uniform(0.3, 0.7, (2, 200, 2)), rng.uniform(0.2, 0.6, (2, 200, 2))
     references, boxes = perturbed(torch.from_numpy(np.concatenate([centres, sides], -1)).float())
     corners = torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
-    left, right, lower = bbox2distance(references, corners, BINS - 1, 4.0, torch.tensor([0.5]))
-    wanted = torch.zeros(800, BINS)
-    wanted[torch.arange(800), left.long()] = lower
-    wanted[torch.arange(800), left.long() + 1] = right
-    mine = loss.wanted_bins(references, boxes)
-    compare(mine.flatten(0, 1).numpy(), wanted.numpy(), atol=OF_BINS, name="weights of bins")
+
+    def ask():
+        from transformers.loss.loss_d_fine import bbox2distance
+
+        left, right, lower = bbox2distance(references, corners, BINS - 1, 4.0, torch.tensor([0.5]))
+        return {"left": left.long().numpy(), "of left": lower.numpy(), "of next": right.numpy()}
+
+    mine = loss.wanted_bins(references, boxes).flatten(0, 1).numpy()
+    for result in each_result("bins", ask):
+        wanted, rows = np.zeros((800, BINS), np.float32), np.arange(800)
+        wanted[rows, result["left"]] = result["of left"]
+        wanted[rows, result["left"] + 1] = result["of next"]
+        compare(mine, wanted, atol=OF_BINS, name="weights of bins")

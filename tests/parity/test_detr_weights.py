@@ -11,8 +11,9 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from conditioning import compare
+from of_transformers import INSTALLED, each_result, transformers
 from safetensors.torch import load_file, save_file
-from test_detr_parity import CLASSES, SMALL, images, ours_with_random_weights, pair
+from test_detr_parity import CLASSES, SMALL, images, ours, ours_by_formula, renamed, with_weights_of
 
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import preset
@@ -21,7 +22,6 @@ from yolofleet.families.rtdetr.hugging_face import hub_name, published_name
 from yolofleet.families.rtdetr.weights_files import write_folder
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.families.weights.value import Weights, WeightsHeader
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import CheckpointError
@@ -30,29 +30,56 @@ from yolofleet.training.network import build_network
 FAMILIES = {"dfine": "dfine-n", "rtdetr": "rtdetrv2-r18"}
 
 
-def transformers():
-    module = pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
-    module.utils.logging.disable_progress_bar()  # its thread would outlive the test
-    return module
-
-
-def saved(reference, folder):
-    transformers()
-    reference.save_pretrained(folder)
-
-
 def equal_values(read, model):
     expected = {n: t for n, t in model.state_dict().items() if not n.endswith("num_batches_tracked")}
     assert read.tensors.keys() == expected.keys()
     assert all(torch.equal(read.tensors[name], t) for name, t in expected.items())
 
 
-def equal_boxes(model, reference, tolerance=1e-4):
-    model.eval(), reference.eval()
+def shapes_in(folder):
+    return {name: list(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+
+
+def folders_of_transformers(name, tmp_path):
+    """Yield our network, and a folder as transformers writes it with our values; a second one that it writes now."""
+    model = ours(name)
+
+    def ask():
+        reference = with_weights_of(model)
+        reference.config.id2label = {i: f"kind {i}" for i in range(CLASSES)}
+        reference.save_pretrained(asked := Path(mkdtemp(dir=tmp_path)))
+        return {"config": json.loads((asked / "config.json").read_text()), "shapes": shapes_in(asked)}
+
+    for result in each_result(f"folder-{name}", ask):
+        folder = Path(mkdtemp(dir=tmp_path))
+        (folder / "config.json").write_text(json.dumps(result["config"]))
+        constants = {key: torch.zeros(shape) for key, shape in result["shapes"].items()}
+        tensors = constants | {key: t.clone() for key, t in renamed(model, result["shapes"]).items()}
+        assert {key: list(t.shape) for key, t in tensors.items()} == result["shapes"]
+        save_file(tensors, folder / "model.safetensors")
+        yield model, folder
+
+
+def check_in_transformers(model, folder):
+    """Let transformers read the folder, and compare boxes; only if it is installed."""
+    if not INSTALLED:
+        return
+    kind = "DFine" if model.description.layout == "dfine" else "RTDetrV2"
+    reference, loading = getattr(transformers(), f"{kind}ForObjectDetection").from_pretrained(
+        folder, output_loading_info=True
+    )
+    missing = loading["missing_keys"]
+    assert not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    assert all(key.endswith("num_batches_tracked") for key in missing), missing
+    assert reference.config.id2label[2] == model.names[2]
+    assert len(reference.model.decoder.layers) == model.description.used_layers
+    processor = transformers().AutoImageProcessor.from_pretrained(folder)
+    assert processor.size["height"] == 64 and not processor.do_normalize
     x = images(96, 128)
+    model.eval(), reference.eval()
     with torch.no_grad():
         raws, expected = model(x), reference(pixel_values=x)
-    compare(raws.boxes, expected.pred_boxes, atol=tolerance, name="boxes")
+    compare(raws.boxes, expected.pred_boxes, atol=1e-4, name="boxes")
     compare(raws.logits, expected.logits, atol=5e-3, name="logits")
 
 
@@ -166,69 +193,71 @@ def test_classes_in_another_order_are_mapped_by_name(name):
 # -- folders of transformers -----------------------------------------------------------------------------
 
 
+# test_detr_parity.py compares predictions of networks with these values
+
+
 @pytest.mark.parametrize("name", FAMILIES.values())
-def test_a_folder_of_transformers_gives_its_boxes(name, tmp_path):
-    _, reference = pair(name)
-    reference.config.id2label = {i: f"kind {i}" for i in range(CLASSES)}
-    saved(reference, tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 128, "width": 128}}')
-    read = read_weights(resolve_weights(str(tmp_path)))
-    assert read.header.names == tuple(f"kind {i}" for i in range(CLASSES))
-    assert read.header.trained_px == 128
-    assert read.description == SMALL[name]
-    equal_boxes(model_from_weights(read), reference)
+def test_a_folder_of_transformers_is_read(name, tmp_path):
+    for model, folder in folders_of_transformers(name, tmp_path):
+        (folder / "preprocessor_config.json").write_text('{"size": {"height": 128, "width": 128}}')
+        read = read_weights(resolve_weights(str(folder)))
+        assert read.header.names == tuple(f"kind {i}" for i in range(CLASSES))
+        assert read.header.trained_px == 128
+        assert read.description == SMALL[name]
+        equal_values(read, model)
 
 
 @pytest.mark.parametrize("name", FAMILIES.values())
 def test_a_lone_file_of_transformers_is_recognised(name, tmp_path):
-    model, reference = pair(name)
-    saved(reference, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    heads = {
-        key.removeprefix("model.decoder."): t.clone() for key, t in tensors.items() if ".class_embed" in key
-    }
-    save_file(tensors | heads, tmp_path / "twice.safetensors")  # older versions write both names
-    (tmp_path / "config.json").unlink()
-    for file in ("model.safetensors", "twice.safetensors"):
-        read = read_weights(tmp_path / file)
-        assert read.description == preset(name)  # a file states no number of queries
-        equal_values(read, model)
-    save_file(tensors | {key: t + 1 for key, t in heads.items()}, tmp_path / "two.safetensors")
-    with pytest.raises(CheckpointError, match="do not belong together"):
-        read_weights(tmp_path / "two.safetensors")
+    for model, folder in folders_of_transformers(name, tmp_path):
+        tensors = load_file(folder / "model.safetensors")
+        heads = {
+            key.removeprefix("model.decoder."): t.clone()
+            for key, t in tensors.items()
+            if ".class_embed" in key
+        }
+        save_file(tensors | heads, folder / "twice.safetensors")  # older versions write both names
+        (folder / "config.json").unlink()
+        for file in ("model.safetensors", "twice.safetensors"):
+            read = read_weights(folder / file)
+            assert read.description == preset(name)  # a file states no number of queries
+            equal_values(read, model)
+        save_file(tensors | {key: t + 1 for key, t in heads.items()}, folder / "two.safetensors")
+        with pytest.raises(CheckpointError, match="do not belong together"):
+            read_weights(folder / "two.safetensors")
 
 
 @pytest.mark.parametrize("name", ["dfine", "frozen dfine", "rtdetr", "frozen rtdetr", "dfine-n"])
-def test_transformers_reads_a_folder_of_ours_and_gives_our_boxes(name, tmp_path):
-    model = ours_with_random_weights(SMALL[name], CLASSES)
-    model.names = tuple(f"kind {i}" for i in range(CLASSES))
-    folder = Path(mkdtemp(dir=tmp_path)) / "a folder"  # the perturbed twin runs this 21 times
-    write_folder(folder, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    kind = "DFine" if SMALL[name].family == "dfine" else "RTDetrV2"
-    reference, loading = getattr(transformers(), f"{kind}ForObjectDetection").from_pretrained(
-        folder, output_loading_info=True
-    )
-    assert not loading["unexpected_keys"] and not loading["mismatched_keys"]
-    assert all(key.endswith("num_batches_tracked") for key in loading["missing_keys"]), loading[
-        "missing_keys"
-    ]
-    assert reference.config.id2label[2] == "kind 2"
-    equal_boxes(model, reference)
-    processor = transformers().AutoImageProcessor.from_pretrained(folder)
-    assert processor.size["height"] == 64 and not processor.do_normalize
-    read = read_weights(resolve_weights(str(folder)))
-    equal_values(read, model)
-    assert read.description == SMALL[name] and read.header.img == 64
+def test_a_folder_of_ours_is_as_transformers_writes_it(name, tmp_path):
+    for model, theirs in folders_of_transformers(name, tmp_path):
+        model.names = tuple(f"kind {i}" for i in range(CLASSES))
+        folder = theirs / "a folder"
+        write_folder(folder, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+        assert shapes_in(folder) == shapes_in(theirs)
+        config, expected = (json.loads((f / "config.json").read_text()) for f in (folder, theirs))
+        expected["label2id"] = {label: i for i, label in enumerate(model.names)}
+        for values, wanted in (
+            (config, expected),
+            (config.pop("backbone_config"), expected.pop("backbone_config")),
+        ):
+            named = values.keys() & wanted.keys()
+            assert len(named) >= 10
+            for key in named:  # a number stands for equal ones of all levels
+                assert values[key] == wanted[key] or [values[key]] * len(model.strides) == wanted[key], key
+        read = read_weights(resolve_weights(str(folder)))
+        equal_values(read, model)
+        assert read.description == SMALL[name] and read.header.img == 64
+    check_in_transformers(model, folder)
 
 
 def test_layers_that_no_prediction_needs_are_left_out(tmp_path):
     description = replace(SMALL["frozen rtdetr"], layers=3, used_layers=2)
-    model = ours_with_random_weights(description, CLASSES)
+    model = ours_by_formula(description, CLASSES)
     folder = Path(mkdtemp(dir=tmp_path)) / "out"
     write_folder(folder, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    reference = transformers().RTDetrV2ForObjectDetection.from_pretrained(folder)
-    assert len(reference.model.decoder.layers) == 2
-    equal_boxes(model, reference)
+    for _, theirs in folders_of_transformers("frozen rtdetr", tmp_path):
+        assert shapes_in(folder) == shapes_in(theirs)
+    check_in_transformers(model, folder)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +267,9 @@ def test_names_on_the_hub_lead_back_to_ours(name):
     description = preset(name)
     assert isinstance(description, DetrDescription)
     family = description.family
-    for ours in build_model(replace(description, queries=8), 3).state_dict():
-        theirs = hub_name(ours, family).replace(".in_proj_", ".q_proj.")
-        assert ours.endswith("num_batches_tracked") or published_name(theirs, family) == ours
+    for key in build_model(replace(description, queries=8), 3).state_dict():
+        theirs = hub_name(key, family).replace(".in_proj_", ".q_proj.")
+        assert key.endswith("num_batches_tracked") or published_name(theirs, family) == key
 
 
 # -- a stranger's config.json -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Loss, gradient and assigned labels against numbers of PaddleDetection's PP-YOLOE head (13 cases), and of whole
 networks.
 
-The copy in tests/parity/data leaves out distance logits of cells that are in no label and belong to none (zeros),
+The numbers in tests/parity/data leave out distance logits of cells that are in no label and belong to none (zeros),
 boxes of cells without a label, and what the cases with both assigners share.
 """
 
@@ -15,7 +15,7 @@ import torch
 from conditioning import compare, perturbed, worst
 from formula import fill_by_formula
 from label_rows import shapes_of
-from reference import parity, reference
+from reference import parity
 from ties import for_each_order
 
 from yolofleet.families.losses.assign import Grid, atss
@@ -50,11 +50,9 @@ class Numbers:
         return self.arrays[own if own in self.arrays else own.replace("tal", "atss", 1)]
 
 
-@pytest.fixture(scope="module", params=["copy", "full"])
-def numbers(request):
-    if request.param == "copy":
-        return Numbers(parity("ppyoloe_loss/cases.npz"))
-    return Numbers(reference("fixtures/ppyoloe/loss_assigner.npz"))
+@pytest.fixture(scope="module")
+def numbers():
+    return Numbers(parity("ppyoloe_loss/cases.npz"))
 
 
 def labels_of(boxes_xyxy_px, classes, is_label):
