@@ -64,13 +64,10 @@ test-unit: env
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600 $(FILES)
 
-# stages of the first minutes on a GPU, which docs/doctor.md lists: tests/gpu (their bodies run on CPUs if there is no GPU;
-# YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines), or others: make test-gpu STAGES=speed OPTIONS="--device 0", make test-gpu STAGES=all MINUTES=10
-STAGES ?= tests
-
+# the stages of tests/gpu/plan.py that this machine can run, which docs/doctor.md lists; without a GPU their bodies run on CPUs.
+# Some of them, or less time: make test-gpu STAGES=selftest,speed MINUTES=10; two machines: YOLOFLEET_TEST_HOSTS=a:1,b:1
 test-gpu: env
-	PYTHONPATH=tests $(PY) -m gpu_check --minutes $(or $(MINUTES),60) \
-	  $(if $(filter all,$(STAGES)),,--stages $(STAGES) --again --out runs/gpu-$(STAGES)) $(OPTIONS)
+	$(PY) tests/gpu/plan.py --minutes $(or $(MINUTES),60) $(if $(STAGES),--stages $(STAGES))
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env

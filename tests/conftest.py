@@ -25,7 +25,6 @@ import leaks  # noqa: E402 (needs the path above)
 HERE = Path(__file__).resolve().parent
 SPREAD = {  # long tests that share nothing
     "test_miniature_accelerator.py",
-    "test_gpu_check_stages.py",
     "test_runs_on_gpus.py",
     "test_failures_on_gpus.py",
 }

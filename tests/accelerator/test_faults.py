@@ -16,7 +16,6 @@ import pytest
 import torch
 from miniature import Accelerator, UnexpectedWait
 from small_training import SmallRun, described, small_run
-from test_training import restored
 
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.build import build_model
@@ -56,7 +55,8 @@ def test_a_count_restored_on_the_host_stops_fused_adam(optimizer: str, monkeypat
         return parameter.device if parameter.shape == slot.shape else torch.device("cpu")
 
     monkeypatch.setattr(state_module, "slot_device", beside_equal_shapes)
-    resumed = restored(run, devices=("mini:0",), images=2, pin=True, optimizer=optimizer)
+    resumed = run_of(optimizer=optimizer)
+    resumed.state.restore(run.state.snapshot({}))
     with pytest.raises(RuntimeError, match="on the same device"):
         resumed.do(1)
 

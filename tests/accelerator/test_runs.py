@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from commands import called, small_shapes
-from gpu_check.machine import TOY_NETWORK
-from gpu_check_on_mini import register
-from miniature import Accelerator
+from miniature import Accelerator, register
+from small_files import TINY
 
 from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
@@ -28,10 +27,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     register(tmp_path / "packages")
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    (tmp_path / "small.yaml").write_text(TOY_NETWORK)
     data = small_shapes(tmp_path)
     return {
-        **{"data": str(data), "model": "small.yaml", "img": 64, "batch": 8, "nominal_batch": 8},
+        **{"data": str(data), "model": str(TINY), "img": 64, "batch": 8, "nominal_batch": 8},
         **{"micro_batch": 2, "plots": False, "threads": 1, "epochs": 2, "precision": "fp32"},
     }
 

@@ -1,8 +1,8 @@
-"""The real training step on the accelerator: the CPU's bits, overflow, resume, memory. Waits: ``test_waits.py``."""
+"""The real training step on the accelerator: two devices, launches and memory. ``tests/gpu/test_steps_on_gpus.py`` has the steps
+of one device, which run here too, and ``test_waits.py`` the waits."""
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,44 +12,13 @@ import torch
 from miniature import Accelerator
 from small_training import CLASSES, SmallRun, described, small_run
 
-from yolofleet.runs.checkpoint.store import Snapshot
-
 ZERO, BOTH = ("mini:0",), ("mini:0", "mini:1")
-PPYOLOE = {"model": "ppyoloe-narrow", "images": 4}
 
 
 def assert_equal(there: SmallRun, here: SmallRun) -> None:
     mine, theirs = there.tensors(), here.tensors()
     assert mine.keys() == theirs.keys()
     assert not [name for name, t in mine.items() if not torch.equal(t, theirs[name])]
-
-
-def restored(run: SmallRun, **settings: object) -> SmallRun:
-    """A new run that continues from the state of ``run``, which passes through host memory."""
-    snapshot: Snapshot = run.state.snapshot({})
-    fresh = small_run(**settings)  # type: ignore[arg-type]
-    fresh.state.restore(snapshot)
-    fresh.step, fresh.progress = run.step, run.progress
-    return fresh
-
-
-@pytest.mark.parametrize(
-    ("settings", "progress"),
-    [
-        ({"model": "yolov5-narrow", "images": 4}, 0.0),
-        ({"exact": True, "optimizer": "Adam"}, 0.0),
-        ({**PPYOLOE, "optimizer": "AdamW"}, 0.0),
-        ({**PPYOLOE, "exact": True}, 0.9),
-        ({"model": "yolov5-narrow", "images": 6, "per_pass": 2}, 0.0),
-    ],
-    ids=["yolov5", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact", "passes-of-two"],
-)
-def test_one_device_gives_the_bits_of_the_cpu(settings: dict, progress: float):
-    there, here = small_run(devices=ZERO, pin=True, **settings), small_run(**settings)
-    for run in (there, here):
-        run.progress = progress
-        run.do(2)
-    assert_equal(there, here)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -63,71 +32,6 @@ def test_two_devices_give_the_bits_of_two_threads_of_the_cpu(exact: bool):
         alone = small_run(exact=True)
         alone.do(2)
         assert_equal(there, alone)
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
-    settings = {"devices": ZERO, "optimizer": optimizer, "images": 2, "pin": True}
-    whole = small_run(**settings)  # type: ignore[arg-type]
-    whole.do(3)
-    first = small_run(**settings)  # type: ignore[arg-type]
-    first.do(1)
-    resumed = restored(first, **settings)
-    resumed.do(2)
-    assert_equal(resumed, whole)
-    elsewhere = restored(first, **{**settings, "devices": ("cpu",), "pin": False})
-    elsewhere.do(2)
-    assert_equal(elsewhere, whole)
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
-def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
-    run = small_run(devices=ZERO, precision="fp16", optimizer=optimizer, images=2, pin=True)
-    before = run.tensors()
-    run.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
-    run.do(1)
-    after = run.tensors()
-    assert run.state.scaler.state_dict()["scale"] == 2.0**125
-    on_host = ("step",) if optimizer == "RAdam" else ()
-    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
-    assert not [name for name in changed if not name.endswith(on_host)]
-    run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
-    run.do(2)
-    assert all(t.isfinite().all() for t in run.tensors().values())
-    assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
-
-
-@pytest.mark.parametrize(
-    ("devices", "settings", "goes_on"),
-    [
-        (ZERO, {"model": "yolov5-narrow", "per_pass": 2}, "skip"),
-        (ZERO, {"exact": True, "per_pass": 2}, "skip"),
-        (ZERO, {"exact": True, "per_pass": 2}, "rollback"),
-        (ZERO, {"sync_bn": True}, "skip"),
-        (BOTH, {"exact": True}, "skip"),
-        (BOTH, {"exact": True}, "rollback"),
-        (ZERO, PPYOLOE, "rollback"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple | dict) else value,
-)
-def test_an_overflow_in_the_forward_pass_leaves_no_trace_in_later_steps(
-    devices: tuple[str, ...], settings: dict, goes_on: str
-):
-    settings = {"devices": devices, "images": 4, "pin": True, **settings}
-    run, other = small_run(**settings), small_run(**settings)
-    for one in (run, other):
-        one.do()
-    saved = run.state.snapshot({})
-    run.overflow(math.inf)
-    if goes_on == "rollback":
-        run.state.restore(saved)
-        run.step = other.step
-    else:
-        other.leave_out()
-    for one in (run, other):
-        one.do(2)
-    run.state.check_finite()
-    assert_equal(run, other)
 
 
 def test_parameters_reach_another_device_in_few_launches(accelerator: Accelerator):

@@ -23,7 +23,6 @@ LONGEST_SENTENCE = 40  # words, between full stops, colons and semicolons
 PRIVATE_WORDS = r"\b(keepers?|witness(es)?|lanes|who asks|is said|is spoken of|is looked at|free of charge|cannot do with)\b"
 FLAGS_OF_OTHERS = {
     *(
-        "--again",  # of make test-gpu STAGES=all
         "--allow-lossy",  # of panlabel
         "--save-media",  # of datum
         *("--repo-type", "--local-dir"),  # of hf

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -13,56 +11,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import YOLOV5N, environment, killed_at_step, ran, results, small_shapes, train_args, yolofleet
+from commands import YOLOV5N, environment, killed_at_step, results, train_args, yolofleet
 from gpu_devices import (
+    DEVICE,
+    IS_GPU,
     KIND,
     ONE,
     PRECISIONS,
-    SECOND,
-    SWAPPED,
     TWO,
     are_equal_devices,
     needs_gpu,
     only_cuda,
     only_gpus,
     shared_by,
-    two_gpus,
 )
+from gpu_runs import EXACT, LONG, bits, losses, trained
+from safetensors.torch import load_file
+
+from yolofleet.families.weights.format import non_finite
+from yolofleet.support.devices import has_tf32
 
 pytestmark = needs_gpu
-LONG = ("--epochs", "12", "--val-period", "0")  # 30 steps
-SHORT = ("--epochs", "100", "--max-steps", "6", "--val-period", "0")
-EXACT = ("--reduce", "exact")
-ONE_SIZE = (
-    "--set",
-    "size_low=1",
-    "--set",
-    "size_high=1",
-)  # PP-YOLOE's recipe varies it, and a graph has one size
+# PP-YOLOE's recipe varies it, and a graph has one size
+ONE_SIZE = ("--set", "size_low=1", "--set", "size_high=1")
 FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s", "rtdetrv2-r18", "dfine-n"]
-HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return small_shapes(tmp_path)
-
-
-def losses(folder: Path, name: str) -> float:
-    """Return the sum of all loss terms of the last epoch."""
-    with (folder / "runs/train" / name / "results.csv").open() as file:
-        row = list(csv.DictReader(file))[-1]
-    return sum(float(value) for key, value in row.items() if key.startswith("train/"))
-
-
-def trained(folder: Path, name: str, data: Path | str, *more: str) -> dict:
-    yolofleet(folder, *train_args(data, *YOLOV5N, "--name", name, *more))
-    return results(folder / "runs/train" / name)
-
-
-def bits(folder: Path, name: str, data: Path | str, *more: str) -> str:
-    """Train with exact sums; return the SHA-256 of the weights."""
-    return str(trained(folder, name, data, *SHORT, *EXACT, *more)["weights_sha256"])
 
 
 # -- one GPU ---------------------------------------------------------------------------------------------------
@@ -82,6 +54,35 @@ def test_other_settings_learn_what_the_cpu_learns(tmp_path: Path, data: Path, mo
     trained(tmp_path, "gpu", data, *LONG, "--precision", "fp32", "--device", ONE, *more)
     trained(tmp_path, "cpu", data, *LONG, "--precision", "fp32", "--device", "cpu", *here)
     assert losses(tmp_path, "gpu") == pytest.approx(losses(tmp_path, "cpu"), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "device"),
+    [
+        (("--val-overlap",), ONE),
+        (("--batch", "auto"), ONE),
+        (("--precision", "tf32"), ONE),
+        (("--passes", "compiled"), ONE),
+        (("--reduce", "fast16"), TWO),
+    ],
+)
+def test_a_training_with_an_option_of_gpus_ends_with_finite_losses_and_weights(
+    tmp_path: Path, data: Path, more: tuple[str, ...], device: str
+) -> None:
+    if not IS_GPU and more[0] in ("--precision", "--passes"):
+        pytest.skip("needs an NVIDIA GPU, or takes minutes on a CPU")
+    if "tf32" in more and not has_tf32(DEVICE):
+        pytest.skip("needs an NVIDIA GPU with TensorFloat-32 (Ampere or newer)")
+    trained(tmp_path, "run", data, "--device", device, *more)
+    assert math.isfinite(losses(tmp_path, "run"))
+    assert not non_finite(load_file(tmp_path / "runs/train/run/weights/last.safetensors"))
+
+
+def test_a_study_trains_on_the_gpu(tmp_path: Path, data: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
+    args = [arg for arg in train_args(data, *YOLOV5N, "--epochs", "1")[1:] if arg != "--no-plots"]
+    yolofleet(tmp_path, "tune", *args, "--trials", "2", "--device", ONE)
+    assert len(list(tmp_path.glob("runs/tune/exp/trials/*/results.json"))) == 2
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -236,63 +237,9 @@ def test_a_run_resumes_on_another_number_of_gpus(tmp_path: Path, data: Path, fir
     check_a_kill(tmp_path, data, ("--device", first), resume_on=("--device", then))
 
 
-# -- two GPUs --------------------------------------------------------------------------------------------------
-
-
-@two_gpus
-def test_the_order_of_the_gpus_changes_no_bit(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not are_equal_devices():
-        pytest.skip("the GPUs are of different products")
-    first = bits(tmp_path, "first", data, "--device", ONE)
-    assert bits(tmp_path, "second", data, "--device", SECOND) == first
-    assert bits(tmp_path, "swapped", data, "--device", SWAPPED) == first
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert bits(tmp_path, "reordered", data, "--device", TWO) == first
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert bits(tmp_path, "only second", data, "--device", ONE) == first
-
-
-USES_THE_SECOND = """
-import sys, torch
-from yolofleet import load_model
-
-if sys.argv[1] != "cpu":
-    assert not torch._C._cuda_hasPrimaryContext(0)
-model = load_model(sys.argv[2], device=sys.argv[1], conf=0.001)
-assert len(model.predict(sys.argv[3])) == 10
-if sys.argv[1] != "cpu":
-    assert torch._C._cuda_hasPrimaryContext(1) and not torch._C._cuda_hasPrimaryContext(0), "GPU 0 was touched"
-"""
-
-
-@two_gpus
-def test_prediction_on_the_second_gpu_leaves_the_first_alone(tmp_path: Path, data: Path) -> None:
-    trained(tmp_path, "run", data, "--device", SECOND)
-    ran(tmp_path, sys.executable, "-c", USES_THE_SECOND, SECOND, "runs/train/run", data.parent / "images/val")
-
-
-# -- two machines ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not HOSTS, reason="needs YOLOFLEET_TEST_HOSTS: two machines as for --hosts")
-def test_two_machines_give_the_bits_of_one_gpu(tmp_path: Path) -> None:
-    # every machine makes the built-in data set by itself
-    there = bits(tmp_path, "there", "shapes", "--hosts", HOSTS)
-    assert there == bits(tmp_path, "here", "shapes", "--device", ONE)
-
-
-# -- the user's own checks -------------------------------------------------------------------------------------
-
-
 @only_cuda
 def test_doctor_finds_no_fault(tmp_path: Path) -> None:
     yolofleet(tmp_path, "doctor")
-
-
-def test_selftest_passes(tmp_path: Path) -> None:
-    yolofleet(tmp_path, "selftest", "--device", TWO, deadline_s=1200)
 
 
 # -- a GPU and a CPU -------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Runs the files of ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
+"""Runs the stage ``miniature`` of ``tests/gpu/plan.py``: the files of ``tests/accelerator``, and the steps of ``tests/gpu``, on
+the simulated accelerator, which the processes of the tests have from their start."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ def test_everything_passes_on_the_miniature_accelerator(marks: str, tmp_path: Pa
             "-m",
             marks,
             *sorted(FOLDER.glob("test_*.py")),
+            FOLDER.parent / "gpu" / "test_steps_on_gpus.py",
         ],
         cwd=FOLDER.parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "YOLOFLEET_TEST_GPUS": "mini"},
         capture_output=True,
         text=True,
         timeout=900,

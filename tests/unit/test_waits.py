@@ -48,8 +48,7 @@ def short_waits(text: str) -> Iterator[str]:
                     yield ast.unparse(node)
 
 
-# gpu_check has a machine for some minutes, and ends each stage by time
-FOLDERS = [path.name for path in sorted(TESTS.iterdir()) if path.is_dir() and path.name != "gpu_check"]
+FOLDERS = [path.name for path in sorted(TESTS.iterdir()) if path.is_dir()]
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "."])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import called, small_shapes
-from gpu_check.machine import TOY_NETWORK
+from small_files import TINY
 
 NOTE = "image size 640 px, but the weights were trained at 64 px: --img 64 trains at that size"
 
@@ -15,10 +15,9 @@ def test_a_training_names_both_sizes_unless_the_user_chose_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(TOY_NETWORK)
     train = ("train", "--data", small_shapes(tmp_path), "--batch", "4", "--nominal-batch", "4", "--max-steps", "1",
              "--val-period", "0", "--no-plots", "--device", "cpu", "--threads", "1")  # fmt: skip
-    assert called(*train, "--cfg", "small.yaml", "--img", "64", "--name", "a").code == 0
+    assert called(*train, "--cfg", TINY, "--img", "64", "--name", "a").code == 0
     weights = ("--weights", "runs/train/a/weights/last.safetensors")
     found = called(*train, *weights)
     assert found.code == 0 and NOTE in found.out + found.err

@@ -1,1 +1,0 @@
-"""The first minutes on a GPU: ``make test-gpu STAGES=all`` (docs/doctor.md)."""
