@@ -15,6 +15,7 @@ from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
+from yolofleet.data.input.shared_buffers import pinned
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.darknet.cfg import parse_cfg, preset
 from yolofleet.families.losses.loss import DetectionLoss
@@ -122,7 +123,7 @@ class SmallRun:
             labels = Shapes.of_images([part for _, labels in parts for part in labels])
             targets = loss.match(labels, len(images), (self.img, self.img))
             batch = MicroBatch(step, first, images, labels, targets)
-            made.append(batch.pin_memory() if self.pin else batch)
+            made.append(pinned(batch) if self.pin else batch)
         replicas, share = len(self.state.replicas.all), -(-len(made) // len(self.state.replicas.all))
         return [made[replica * share : (replica + 1) * share] for replica in range(replicas)]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
+from yolofleet.data.input.shared_buffers import pinned
 from yolofleet.families.build import build_model
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.description import ModelDescription
@@ -49,7 +50,7 @@ def random_micro_batch(
     labels = replace(Shapes.of_image(numbers, boxes), image=np.repeat(np.arange(images), LABELS))
     targets = loss.match(labels, images, (img, img))
     batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
-    return batch.pin_memory() if pins and devices.can_pin(device) else batch
+    return pinned(batch) if pins and devices.can_pin(device) else batch
 
 
 class ReadySteps:

@@ -25,9 +25,9 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, Mode
-from yolofleet.data.input.loader import _mapped
 from yolofleet.data.input.order import Orders, RectOrders
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.input.shared_buffers import mapped
 from yolofleet.inference.evaluate.batches import val_batches, val_loader
 from yolofleet.support.errors import DataError, StorageError
 
@@ -91,7 +91,7 @@ def test_images_arrive_channels_last_and_without_a_copy(workers):
         for batch in loader:
             assert images_of(batch).is_contiguous(memory_format=torch.channels_last)
             assert images_of(batch).permute(0, 2, 3, 1).is_contiguous()
-            shared = {buffer.data_ptr() for buffer in _mapped.values()}
+            shared = {buffer.data_ptr() for buffer in mapped.values()}
             assert (images_of(batch).data_ptr() in shared) == (workers > 0)
 
 

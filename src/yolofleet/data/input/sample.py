@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,9 +24,10 @@ from yolofleet.data.images.decode import Seen
 from yolofleet.data.input import augment
 from yolofleet.data.input.augment import Drawn, Scene
 from yolofleet.data.input.cache import ImageCache
-from yolofleet.data.input.loader import Loader, image_buffer
+from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.order import ClassAP, Orders
 from yolofleet.data.input.read_ahead import ReadAhead
+from yolofleet.data.input.shared_buffers import image_buffer
 from yolofleet.support.errors import DataError
 from yolofleet.support.random_numbers import ReusedGenerator, generator
 
@@ -361,10 +362,6 @@ class MicroBatch:
     labels: Shapes
     targets: Any
     unreadable: dict[int, str] = field(default_factory=dict)
-
-    def pin_memory(self) -> MicroBatch:
-        """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
-        return replace(self, images=self.images.pin_memory())
 
     def images_on(self, device: torch.device) -> Tensor:
         """Return the images on ``device``; the host does not wait."""

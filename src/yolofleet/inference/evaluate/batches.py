@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -19,8 +20,9 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache
-from yolofleet.data.input.loader import Loader, image_buffer
+from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.read_ahead import ReadAhead
+from yolofleet.data.input.shared_buffers import image_buffer
 from yolofleet.tasks.task import Task
 
 PAD = 0.5  # strides: YOLOv5's padding of a batch
@@ -41,7 +43,12 @@ class ValBatch:
     size_hw: tuple[int, int]
 
 
-Loaded = tuple[ValBatch, Tensor, list[Letterbox]]  # as of :func:`val_loader`
+class Loaded(NamedTuple):
+    """The images of a batch, uint8 [m, 3, H, W] RGB (channels-last), and what maps boxes back to the pixels of each."""
+
+    batch: ValBatch
+    images: Tensor
+    letterboxes: list[Letterbox]
 
 
 def val_batches(
@@ -99,9 +106,7 @@ def val_loader(
     cache: ImageCache | None = None,
     pin_memory: bool = False,
 ) -> Loader[ValBatch, Loaded]:
-    """Return a loader of batches, their images uint8 [m, 3, H, W] RGB (channels-last), and their letterboxes.
-
-    A letterbox maps boxes back to the pixels of the stored image.
+    """Return a loader of batches.
 
     Args:
         batches: from ``val_batches``, or this rank's part of them.
@@ -122,7 +127,7 @@ def _val_images(index: DataIndex, cache: ImageCache, batch: ValBatch) -> Loaded:
         image, fitted = letterbox(cache.get(number), batch.size_hw, enlarge=False, native_hw=(height, width))
         cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
         letterboxes.append(fitted)
-    return batch, images, letterboxes
+    return Loaded(batch, images, letterboxes)
 
 
 def letterboxed_labels(
