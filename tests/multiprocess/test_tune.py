@@ -77,7 +77,7 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
         assert done.code == 0, done.out + done.err
     assert [row["state"] for row in table(study)] == ["complete", "complete"]
     assert "resumed after step" in (study / "logs" / "trial-0000.log").read_text()
-    assert (study / "best.yaml").is_file() and (study / "tune.png").is_file()
+    assert (study / "best.yaml").is_file()
     # one cache for the trials of a machine, also after a resume
     for trial in (0, 1):
         told = (study / f"trials/{trial:04}/logs/rank-0.log").read_text()
@@ -111,7 +111,7 @@ def test_a_study_that_is_killed_twice_has_the_same_trials(tmp_path: Path) -> Non
     best = load_recipe(str(study / "best.yaml")).value
     row = max(table(study), key=lambda row: float(row["fitness"]))
     assert (best.lr0, best.momentum) == (float(row["lr0"]), float(row["momentum"]))
-    assert list(study.glob("trials/*/weights/best.safetensors")) and (study / "tune.png").is_file()
+    assert list(study.glob("trials/*/weights/best.safetensors"))
     assert not list(study.glob("trials/*/checkpoints"))
 
     yolofleet(
@@ -125,11 +125,10 @@ def test_trials_that_fail_are_recorded_and_several_in_a_row_end_the_study(tmp_pa
     study = tmp_path / "runs" / "tune" / "exp"
     # without clipping, a rate of 1e30 makes the first update infinite
     args = tune_args(tmp_path, "--trials", "9", "--failures", "2", "--device", "cpu:2", "--max-steps", "2")
-    args += ["--set", "clip_norm=0", "--set", "lr0=1e30", "--async"]
+    args += ["--set", "clip_norm=0", "--set", "lr0=1e30", "--generation", "2"]
     (tmp_path / "space.yaml").write_text("lr0: [1e29, 1e31, log]\n")
     told = yolofleet(tmp_path, *args, code=2)
     assert "the last 2 trials failed" in told.err and "Traceback" not in told.err
-    assert "not reproducible" in told.out
     failed = [row for row in table(study) if row["state"] == "failed"]
     assert len(failed) == 2 and all("NumericsError: " in row["reason"] for row in failed)
     assert not (study / "best.yaml").exists()

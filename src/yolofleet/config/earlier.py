@@ -66,6 +66,7 @@ EARLIER = {
         "cpu",
         instead="the CPU augments the images; single pixels of rotated, sheared and mixed images differ from those of a device",
     ),
+    "asynchronous": Earlier(False, instead="tune chooses the trials of a generation together (--generation)"),
 }  # fmt: skip
 
 

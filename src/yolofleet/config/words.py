@@ -22,6 +22,7 @@ WORDS = {
         "iou-thres(hold)?|nms-thres(hold)?": "iou of predict and val: --iou 0.6; in Python iou=0.6",
         "stream": "in Python, Model(weights).stream(source) gives the results one by one",
         "verbose|silent": "quiet: --quiet prints only errors and the result; --verbose of train and val has a line for each class",
+        "async": "tune chooses the trials of a generation together: --generation 8",
         "single-cls": "--single-cls of train and val treats all classes as one; the files keep their classes",
     },
     "verb": {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import Recipe
@@ -79,7 +80,10 @@ def test_a_wrong_space_is_one_message_with_its_line(tmp_path: Path, text: str, s
     ("given", "says"),
     [
         ({"exist_ok": True}, "unknown setting exist_ok"),
-        ({"asynchronous": True, "generation": 4}, "--async and --generation 4 are mutually exclusive"),
+        (
+            {"devices_per_trial": 2, "fleet": "f"},
+            "--devices-per-trial 2 and --fleet f are mutually exclusive",
+        ),
         ({"trials": 0}, "--trials 0 is below 1"),
         ({"resume": "nowhere"}, "nowhere is not the folder of a study"),
     ],
@@ -92,7 +96,23 @@ def test_settings_of_a_study_are_checked(given: dict[str, object], says: str) ->
 
 def test_a_clash_names_the_flag_and_the_source_of_each_setting(tmp_path: Path) -> None:
     file = tmp_path / "study.yaml"
-    file.write_text("data: d\nmodel: yolov5n\nasynchronous: true\n")
+    file.write_text("data: d\nmodel: yolov5n\ndevices_per_trial: 2\n")
     with pytest.raises(ConfigError) as caught:
-        resolve_tune({"generation": 4}, config_file=str(file))
-    assert caught.value.source == f"--async {file}:3, --generation command line"
+        resolve_tune({"hosts": "a:2"}, config_file=str(file))
+    assert caught.value.source == f"--devices-per-trial {file}:3, --hosts command line"
+
+
+def test_async_of_an_older_version_is_refused_in_a_call_and_without_effect_in_a_stored_study(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="no such setting any more"):
+        resolve_tune({"data": "d", "model": "yolov5n", "asynchronous": True})
+    config, recipe = resolve_tune({"data": "d", "model": "yolov5n"})
+    text = dump_config(config, recipe).replace(
+        "devices_per_trial", "asynchronous: true\ndevices_per_trial", 1
+    )
+    text = text.replace("sources:\n", "sources:\n  asynchronous: command line\n", 1)
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "study.journal").touch()
+    found, _ = resolve_tune({"resume": str(tmp_path)})
+    assert any("asynchronous" in note and "has no effect" in note for note in found.notes)

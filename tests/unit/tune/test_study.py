@@ -14,7 +14,6 @@ from yolofleet.config.load import resolve_tune
 from yolofleet.config.resolve import training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import TrainConfig
-from yolofleet.fleet.hosts.fleet import load_fleet, parse_hosts
 from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.measure.tune.space import Choices, Range, Value
 from yolofleet.measure.tune.study import Result, Study, Trial, best_of
@@ -22,7 +21,6 @@ from yolofleet.measure.tune.trials import (
     DeviceGroup,
     TrialRun,
     base_arguments,
-    host_groups,
     local_groups,
 )
 from yolofleet.runs.report.folder import RunFolder
@@ -39,8 +37,8 @@ SPACE: dict[str, Range | Choices] = {
 GENERATION = 4
 
 
-def opened(file: Path, generation: int = GENERATION) -> Study:
-    return Study(file, SPACE, 0, generation)
+def opened(file: Path) -> Study:
+    return Study(file, SPACE, 0, GENERATION)
 
 
 def result_of(trial: Trial) -> Result:
@@ -133,7 +131,6 @@ def test_pruning_knows_complete_trials_of_earlier_generations_only(tmp_path: Pat
     assert not study.is_pruned(same, 4, best=0.25, epochs=9), "the median of 0.1, 0.2, 0.3 and 0.4"
     study.tell(late, Result("complete", {4: 0.9, 9: 1.0}))
     assert not study.is_pruned(same, 4, best=0.25, epochs=9), "a trial of its own generation counts"
-    assert opened(tmp_path / "study", generation=0).is_pruned(same, 4, best=0.25, epochs=9)
     assert not study.is_pruned(same, 3, best=0.0, epochs=9), "within the first third"
     assert not study.is_pruned(same, 9, best=0.0, epochs=9), "the last epoch"
     assert not study.is_pruned(same, 5, best=0.0, epochs=9), "no figures of that epoch"
@@ -179,27 +176,6 @@ def test_devices_that_do_not_divide_are_an_error() -> None:
     config, _ = resolve_tune({"data": "d", "model": "yolov5n", "device": "cpu:3", "devices_per_trial": 2})
     with pytest.raises(ConfigError, match="has 3 devices, which cannot be cut into groups of 2"):
         local_groups(config.value, 0, 4)
-
-
-def test_a_group_of_a_host_is_a_fleet_file_with_its_settings(tmp_path: Path) -> None:
-    given = {"data": "d", "model": "yolov5n", "hosts": "me@a:4,b:cpu:2", "devices_per_trial": 2}
-    config, _ = resolve_tune(given)
-    found = host_groups(parse_hosts("me@a:4,b:cpu:2"), config.value)
-    assert [group.text for group in found] == ["me@a 0,1", "me@a 2,3", "b cpu:2"]
-    assert [group.host for group in found] == ["me@a", "me@a", "b"]
-    assert all("--restarts=0" in group.arguments for group in found)
-    file = tmp_path / "fleet.yaml"
-    file.write_text(found[1].fleet_file)
-    written = load_fleet(file)
-    assert (written.hosts[0].name, written.hosts[0].device) == ("me@a", "2,3")
-
-    file.write_text(
-        "port: 30000\ndefaults: {python: /opt/python, env: {A: b}}\nhosts:\n  - {host: c, gpus: 2, folder: /x, data: /y}\n"
-    )
-    fleet = load_fleet(file)
-    (group,) = host_groups(fleet, config.value)
-    file.write_text(group.fleet_file)
-    assert load_fleet(file).hosts == fleet.hosts
 
 
 def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path) -> None:
@@ -249,17 +225,7 @@ def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
 
 
 def run_of(folder: Path) -> TrialRun:
-    return TrialRun(0, {}, RunFolder(folder), folder / "log", [], [], group=DeviceGroup("m1 cpu", (), "m1"))
-
-
-def test_a_trial_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
-    run, here, m1, m2 = run_of(tmp_path), *(DeviceGroup("cpu", (), host) for host in ("", "m1", "m2"))
-    assert not any(run.has_state_for(group) for group in (here, m1, m2))
-    run.folder.checkpoints.mkdir()
-    (run.folder.checkpoints / "where.txt").write_text("m2:/own/trials/0000/checkpoints\n")
-    assert [run.has_state_for(group) for group in (here, m1, m2)] == [False, False, True]
-    (run.folder.checkpoints / "step-00000001.safetensors").touch()
-    assert all(run.has_state_for(group) for group in (here, m1, m2))
+    return TrialRun(0, {}, RunFolder(folder), folder / "log", [], [], group=DeviceGroup("cpu", ()))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from yolofleet.config.schema.fields import (
     method_setting,
     saved_setting,
 )
-from yolofleet.config.schema.train import RunSettings, StepSettings, TrainConfig, WorkloadSettings
+from yolofleet.config.schema.train import RunSettings, StepSettings, TrainConfig, WorkloadSettings, several
 
 
 class BenchTrainConfig(SharesSettings, StepSettings):
@@ -139,16 +139,12 @@ class TuneConfig(RunSettings):
         True,
         "stop a trial whose fitness is below the median of the trials of earlier generations in the same epoch",
     )
-    asynchronous: bool = method_setting(
-        False,
-        "choose the values of a trial when a device is free, from all results; faster, but not reproducible",
-        flag="--async",
-        clashes=(
-            Clash("generation", "without generations, each result counts at once", if_given="generation"),
-        ),
-    )
     devices_per_trial: Natural = execution_setting(
-        1, "devices of each trial; the number of devices of each host must be a multiple of N"
+        1,
+        "devices of each trial; the number of devices must be a multiple of N",
+        clashes=tuple(
+            Clash(name, "a trial trains on all hosts", mine=several) for name in ("hosts", "fleet")
+        ),
     )
     # other defaults than those of a training
     reduce: Literal["fast", "fast16", "exact"] = execution_setting(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, setting
-from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
+from yolofleet.config.yaml_lines import Located, read_yaml
 from yolofleet.support.device_names import ALL, MOST_PROCESSES, numbered, plain_device, processes_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
@@ -112,14 +112,6 @@ class Fleet:
         """Return the fleet with other hosts as spares. Raise ConfigError if a host is named twice."""
         hosts = _fleet([(host, False) for host in (*self.hosts, *spares.hosts)], self.source).hosts
         return replace(self, hosts=hosts, starts_on=len(self.active))
-
-    def file_of(self, host: Host) -> str:
-        """Return the text of a fleet file that names only ``host``."""
-        settings = ("port", "silence_s", "grace_s")
-        values = {k: v for k, v in asdict(host).items() if v and k not in ("name", "is_here")}
-        return write_yaml(
-            {**{k: getattr(self, k) for k in settings}, "hosts": [{"host": host.name, **values}]}
-        )
 
     def first_rank(self, node: int) -> int:
         """Return the lowest rank on a host. Ranks are numbered host by host."""

@@ -232,8 +232,8 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
 
 
-def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
-    """Return the options of the command that resumes the run that its folder does not keep."""
+def host_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
+    """Return the options that name the hosts of a run; [] without hosts."""
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
     if not (settings.fleet or settings.hosts):
         options = []
@@ -241,7 +241,12 @@ def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
         options += ["--device", settings.device]
     if settings.sync_code:
         options.append("--sync-code")
-    options += options_to_repeat(settings)
+    return options
+
+
+def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
+    """Return the options of the command that resumes the run that its folder does not keep."""
+    options = host_options(settings) + options_to_repeat(settings)
     for name in WITH_HOSTS:
         field = TrainConfig.model_fields[name]
         value = getattr(settings, name, field.default)

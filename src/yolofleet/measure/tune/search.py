@@ -1,7 +1,7 @@
 """The process of ``yolofleet tune``: it chooses trials, trains them on groups of devices, and writes the report.
 
-By default the trials of a generation are chosen together, from the results of earlier generations only, and their results are
-told to the study in the order of their numbers. So the trials do not depend on how many run at a time, on which one ends
+The trials of a generation are chosen together, from the results of earlier generations only, and their results are told to the
+study in the order of their numbers. So the trials do not depend on how many run at a time, on which one ends
 first, or on when a process was killed. A resumed study goes on from these files, in this order:
 
 1. ``study.journal``: trials that have ended, and the values of those that have not.
@@ -32,7 +32,7 @@ from yolofleet.data.input.cache import shared_memory
 from yolofleet.families.family import Family
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.fleet.hosts.fleet import Fleet
-from yolofleet.fleet.launch.machines import resume_options
+from yolofleet.fleet.launch.machines import host_options, resume_options
 from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
 from yolofleet.fleet.launch.run_on_hosts import check_hosts
 from yolofleet.measure.tune.space import Space, Value, default_space, read_space
@@ -43,29 +43,24 @@ from yolofleet.measure.tune.study import (
     TuneFolder,
     best_of,
     write_figures,
-    write_picture,
 )
 from yolofleet.measure.tune.trials import (
     PAUSE_S,
-    UNREACHABLE,
     DeviceGroup,
     TrialRun,
     base_arguments,
-    host_groups,
     local_groups,
 )
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import make_folder, write_text
-from yolofleet.support.errors import ClusterError, ConfigError, NumericsError, Stopped
+from yolofleet.support.errors import ConfigError, NumericsError, Stopped
 from yolofleet.support.system.signals import handling, request_name
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import quoted
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of an earlier start that was killed
-AWAY_S = 60.0  # wait before another trial tries an unreachable host
-ALL_AWAY_S = 600.0  # how long a study waits if no host can be reached
 SHOWN_VALUES = 6  # in a line about a trial
 
 
@@ -130,7 +125,7 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
     ):
         c = config.value
         write_text(folder.config, dump_config(config, recipe))
-        study = Study(folder.journal, space, c.seed, 0 if c.asynchronous else c.generation)
+        study = Study(folder.journal, space, c.seed, c.generation)
         return StudyRun(config, recipe.value, folder, study, groups, console, stop, memory).run()
 
 
@@ -158,8 +153,9 @@ def _new_folder(
 
 
 def _groups(config: Resolved[TuneConfig], fleet: Fleet | None) -> list[DeviceGroup]:
-    if fleet is not None:
-        return host_groups(fleet, config.value)
+    if fleet is not None:  # a trial trains on all hosts, and its launcher finds their devices
+        names = ", ".join(host.name for host in fleet.hosts)
+        return [DeviceGroup(names, tuple(host_options(config.value)), has_hosts=True)]
     config = with_gpus_counted(config)
     gpus, cores = 0, os.cpu_count() or 1
     if config.value.device == "auto":
@@ -188,14 +184,6 @@ class StopSignals:
         self.source = self.source or request_name(number)
 
 
-@dataclass(frozen=True)
-class Away:
-    """When a host was found to be unreachable, and until when no trial starts there."""
-
-    since_s: float
-    until_s: float
-
-
 @dataclass
 class StudyRun:
     """Runs the trials of a study on groups of devices."""
@@ -213,7 +201,6 @@ class StudyRun:
     ended: dict[int, Result] = field(default_factory=dict)  # results that the study does not know yet
     finished: int = 0  # trials, also of earlier starts
     failed_in_a_row: int = 0
-    away: dict[str, Away] = field(default_factory=dict)  # unreachable hosts
 
     def run(self) -> TuneResult:
         """Run all trials. Raises as :func:`tune`."""
@@ -221,16 +208,18 @@ class StudyRun:
         try:
             while True:
                 self._poll()
-                self._tell()
+                if not self.waiting and not self.running:
+                    self._tell()
                 if self.stop.source:
                     raise Stopped(
                         f"stopped on request; {self._count('open')} trials have not ended",
                         source=self.stop.source,
                         hint=self.folder.resume_command,
                     )
-                self._choose()
-                if not self.waiting and not self.running and not self.ended:
-                    break
+                if not self.waiting and not self.running:
+                    self._choose()
+                    if not self.waiting:
+                        break
                 self._start()
                 time.sleep(POLL_S)
         finally:
@@ -246,23 +235,18 @@ class StudyRun:
         self.waiting = [self._run_of(trial) for trial in open_trials]
         for run in self.waiting:
             run.wait_for_last_process(LOCK_WAIT_S)
-        order = (
-            "asynchronous: the trials depend on which one ends first, so they are not reproducible"
-            if c.asynchronous
-            else f"generations of {c.generation} trials, the same on all devices and after a resume"
-        )
         self.console.header(
             "yolofleet tune",
             {
                 "trials": f"{c.trials}, {self.finished} of them have ended",
                 "values": ", ".join(self.study.space),
-                "order": order,
+                "order": f"generations of {c.generation} trials, the same on all devices and after a resume",
                 "devices": f"{len(self.groups)} trials at a time: "
                 + ", ".join(dict.fromkeys(group.text for group in self.groups)),
                 "results": str(self.folder.path),
             },
         )
-        at_a_time = c.trials if c.asynchronous else min(c.generation, c.trials)
+        at_a_time = min(c.generation, c.trials)
         if at_a_time < len(self.groups):
             self.console.warn(
                 f"{len(self.groups) - at_a_time} of {len(self.groups)} groups of devices have no work: "
@@ -281,16 +265,9 @@ class StudyRun:
         return TrialRun(trial.number, trial.values, run, log, base, each_start, self.memory)
 
     def _choose(self) -> None:
-        """Add trials to the study: a whole generation when the last one has ended, or one for each free group."""
-        c, free = self.config.value, len(self.groups) - len(self.waiting) - len(self.running)
-        if free <= 0 if c.asynchronous else self.waiting or self.running or self.ended:
-            return  # before the study is read, which copies all curves
-        count = len(self.study.trials())
-        if c.asynchronous:
-            wanted = min(free, c.trials - count)
-        else:
-            wanted = min(self.study.first_of_generation(count) + c.generation, c.trials) - count
-        for _ in range(wanted):
+        """Add the rest of a generation to the study; nothing after the last trial."""
+        c, count = self.config.value, len(self.study.trials())
+        for _ in range(min(self.study.first_of_generation(count) + c.generation, c.trials) - count):
             values = self.study.suggest() if self.study.trials() else self._recipe_values()
             self.waiting.append(self._run_of(self.study.add(values)))
 
@@ -301,7 +278,7 @@ class StudyRun:
 
     def _tell(self) -> None:
         """Tell the study results, in the order of numbers, and write the report. Raise ConfigError after too many failures."""
-        if not self.ended or (not self.config.value.asynchronous and (self.waiting or self.running)):
+        if not self.ended:
             return
         trials = self.study.trials()
         for number in sorted(self.ended):
@@ -322,33 +299,19 @@ class StudyRun:
 
     def _start(self) -> None:
         """Start waiting trials on free groups of devices."""
-        now = time.monotonic()
-        able = [
-            group
-            for group in self.groups
-            if group.host not in self.away or now >= self.away[group.host].until_s
-        ]
-        free = list(able)
+        now, free = time.monotonic(), list(self.groups)
         for run in self.running:
-            if run.group in free:
+            if run.group is not None:
                 free.remove(run.group)
-        for run in list(self.waiting):
+        for run in [run for run in self.waiting if now >= run.starts_at_s]:
             if not free:
                 return
-            if now < run.starts_at_s:
-                continue
             if run.folder.results_json.is_file() or self._is_pruned(run):
                 self.waiting.remove(run)
                 self._end(run)
                 continue
-            untried = [group for group in able if group not in run.failed_on] or able
-            fitting = [group for group in free if group in untried]
-            if not fitting:
-                continue
-            group = next((one for one in fitting if run.has_state_for(one)), fitting[0])
-            free.remove(group)
             self.waiting.remove(run)
-            run.start(group, self.folder.resume_command)
+            run.start(free.pop(0), self.folder.resume_command)
             self.running.append(run)
 
     def _poll(self) -> None:
@@ -368,41 +331,13 @@ class StudyRun:
             self._end(run)
         elif self.stop.source:
             self.waiting.append(run)
-        elif (reason := run.reason(code)).startswith(UNREACHABLE):
-            self._wait_for_host(run, reason)
-            return
         elif run.record_failure(code):
             where = run.group.text if run.group is not None else "no device"
-            self.console.warn(f"trial {run.number} on {where}: {reason}; it is started again")
+            self.console.warn(f"trial {run.number} on {where}: {run.reason(code)}; it is started again")
             run.starts_at_s = time.monotonic() + PAUSE_S
             self.waiting.insert(0, run)
         else:
-            self._record(run, Result("failed", reason=reason))
-        if run.group is not None and run.group.host in self.away:
-            del self.away[run.group.host]
-            self.console.note(f"{run.group.host} can be reached again")
-
-    def _wait_for_host(self, run: TrialRun, reason: str) -> None:
-        """Start no trial on an unreachable host for a while. The trial has not run there, so it has not failed.
-
-        Raises:
-            ClusterError: no host could be reached for ``ALL_AWAY_S``.
-        """
-        assert run.group is not None
-        now, host = time.monotonic(), run.group.host
-        self.waiting.insert(0, run)
-        if host not in self.away:
-            self.console.warn(f"{reason}; the study goes on without {host} until it can be reached")
-        self.away[host] = Away(self.away.get(host, Away(now, now)).since_s, now + AWAY_S)
-        hosts = {group.host for group in self.groups}
-        if not self.running and all(
-            h in self.away and now - self.away[h].since_s > ALL_AWAY_S for h in hosts
-        ):
-            raise ClusterError(
-                f"no host of the study could be reached for {ALL_AWAY_S / 60:.0f} minutes: {', '.join(sorted(hosts))}",
-                source=reason,
-                hint=self.folder.resume_command,
-            )
+            self._record(run, Result("failed", reason=run.reason(code)))
 
     def _result(self, run: TrialRun) -> Result:
         """Return the result of a trial by the figures in its folder.
@@ -471,7 +406,6 @@ class StudyRun:
         if best is None:
             raise NumericsError("no trial is complete", source=str(self.folder.table))
         self._report()  # an earlier start may have been killed before it wrote its last one
-        write_picture(self.folder, trials, importances, self.console.note)
         if importances:
             self.console.table(
                 "importance of the values",
@@ -493,7 +427,6 @@ class StudyRun:
                 "weights": str(self.folder.trial(best.number).weights / "best.safetensors"),
                 "trials": f"{self.folder.table}: {self._count('complete')} complete, {self._count('pruned')} pruned, "
                 f"{self._count('failed')} failed",
-                "picture": str(self.folder.picture),
             },
         )
         return TuneResult(self.folder.path, best, default, self.folder.best, importances)

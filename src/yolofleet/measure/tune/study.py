@@ -11,7 +11,7 @@ import json
 import shlex
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +97,7 @@ class Study:
         file: is created if it does not exist.
         space: values that are searched.
         seed: of the study.
-        generation: trials that are chosen without knowing each other's results; 0: every result counts at once.
+        generation: trials that are chosen without knowing each other's results.
 
     Raises:
         ConfigError: Optuna is not installed. CheckpointError: the file is not a study; it is unchanged.
@@ -134,7 +134,7 @@ class Study:
 
     def first_of_generation(self, number: int) -> int:
         """Return the number of the first trial of the generation of trial ``number``."""
-        return number - number % self.generation if self.generation else number
+        return number - number % self.generation
 
     def add(self, values: Mapping[str, Value]) -> Trial:
         """Add an open trial with these values, and return it."""
@@ -170,15 +170,14 @@ class Study:
         with _quiet():
             sampler = optuna.samplers.TPESampler(
                 seed=int(generator(self.seed, "tune", number).random() * 2**32),
-                n_startup_trials=self.generation or 8,
+                n_startup_trials=self.generation,
                 constant_liar=True,
             )
             known = optuna.create_study(direction="maximize", sampler=sampler)
             for other in frozen:
-                is_known = other.state.is_finished() and (not self.generation or other.number < first)
                 known.add_trial(
                     other
-                    if is_known
+                    if other.state.is_finished() and other.number < first
                     else optuna.trial.create_trial(
                         state=optuna.trial.TrialState.RUNNING,
                         params=other.params,
@@ -204,9 +203,7 @@ class Study:
         others = [
             other.result.curve[epoch]
             for other in self.trials()
-            if other.result.state == "complete"
-            and epoch in other.result.curve
-            and (not self.generation or other.number < first)
+            if other.result.state == "complete" and epoch in other.result.curve and other.number < first
         ]
         return len(others) >= LEAST_FOR_MEDIAN and best < statistics.median(others)
 
@@ -300,7 +297,6 @@ class TuneFolder:
     recipe = Inside("recipe.yaml")  # the recipe that the trials change
     best = Inside("best.yaml")
     table = Inside("trials.csv")
-    picture = Inside("tune.png")
     results = Inside("results.json")
     logs = Inside("logs")
 
@@ -361,24 +357,3 @@ def _seconds(folder: TuneFolder, trial: Trial) -> float:
     """Return the seconds of the epochs of a trial, on its devices."""
     rows = read_rows(folder.trial(trial.number).results_csv)
     return sum(float(row["seconds"]) for row in rows if row.get("seconds"))
-
-
-def write_picture(
-    folder: TuneFolder,
-    trials: Sequence[Trial],
-    importances: Mapping[str, float],
-    note: Callable[[str], None],
-) -> None:
-    """Draw the fitness of the trials, the importances, and the fitness over each of the most important values."""
-    from yolofleet.runs.report.plots import or_note, plot_tune
-
-    ended = [(trial, trial.result.fitness) for trial in trials if trial.result.fitness is not None]
-    names = list(importances) or (list(trials[0].values) if trials else [])
-    columns = {
-        name: [float(trial.values.get(name, float("nan"))) for trial, _ in ended]
-        for name in names
-        if not isinstance(ended[0][0].values.get(name), (str, bool))
-    }
-    fitness = [fitness for _, fitness in ended]
-    numbers = [trial.number for trial, _ in ended]
-    or_note(note, folder.picture, plot_tune, numbers, fitness, importances, columns, folder.picture)

@@ -13,20 +13,18 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import RunSettings, flag_of, may_be_in_files, rules_of
 from yolofleet.config.schema.measure import TuneConfig
-from yolofleet.fleet.hosts.fleet import Fleet
-from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.measure.tune.space import Value
 from yolofleet.runs.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.runs.report.results import fitness_of, read_rows
-from yolofleet.storage.atomic import open_append, write_text
+from yolofleet.storage.atomic import open_append
 from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.device_names import gpu_ids, processes_of
 from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError
@@ -38,24 +36,20 @@ OWN = {"device", "hosts", "fleet", "sync_code", "project", "name", "quiet", "rec
 MOST_LOG_BYTES = 64 << 20
 ATTEMPTS = 3  # starts of a trial that fails for reasons other than its values
 PAUSE_S = 5.0  # before another start, for the processes of the last one to end
-UNREACHABLE = f"{Unreachable.__name__}: "
-FAILED = re.compile(rf"^(?:\w+Error: |Stopped: |{UNREACHABLE}).*", re.MULTILINE)
+FAILED = re.compile(r"^(?:\w+Error: |Stopped: |Unreachable: ).*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices of one host that train one trial at a time.
+    """Devices of this machine, or all hosts, that train one trial at a time.
 
     Attributes:
         arguments: of ``yolofleet train``, to run there.
-        host: its name in the fleet; "" = this machine, without a fleet.
-        fleet_file: text of a fleet file that names these devices; "" = without a fleet.
     """
 
     text: str
     arguments: tuple[str, ...]
-    host: str = ""
-    fleet_file: str = ""
+    has_hosts: bool = False
 
 
 def local_groups(config: TuneConfig, gpus: int, cores: int) -> list[DeviceGroup]:
@@ -78,23 +72,6 @@ def local_groups(config: TuneConfig, gpus: int, cores: int) -> list[DeviceGroup]
     if config.workers < 0 and not device.startswith("cpu"):
         arguments.append(f"--workers={max(cores // processes - 1, 1)}")
     return [DeviceGroup(group, (f"--device={group}", *arguments)) for group in groups]
-
-
-def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
-    """Return the groups of devices of all hosts. Raise ConfigError if they cannot be cut into such groups."""
-    arguments = ["--sync-code"] if config.sync_code else []
-    if config.restarts == RunSettings.model_fields["restarts"].default:
-        arguments.append("--restarts=0")  # the study starts a trial again, on another host
-    return [
-        DeviceGroup(
-            f"{host.name} {group}",
-            tuple(arguments),
-            host.name,
-            fleet.file_of(replace(host, device=group)),
-        )
-        for host in fleet.hosts
-        for group in _split(host.device, config.devices_per_trial, f"{host.name}:{host.device}")
-    ]
 
 
 def _split(device: str, size: int, source: str) -> list[str]:
@@ -142,7 +119,7 @@ class TrialRun:
         base: arguments that all new trials share.
         each_start: arguments that new and resumed trials share.
         memory: environment of a process on this machine, with memory that all trials share for their images.
-        failed_on: groups on which it failed.
+        failures: starts that failed.
         is_resumed: the last start resumed its training.
     """
 
@@ -155,7 +132,7 @@ class TrialRun:
     memory: Mapping[str, str] = field(default_factory=dict)
     group: DeviceGroup | None = None
     process: subprocess.Popen[bytes] | None = None
-    failed_on: list[DeviceGroup] = field(default_factory=list)
+    failures: int = 0
     is_resumed: bool = False
     starts_at_s: float = 0.0
     seconds: float = 0.0
@@ -178,33 +155,20 @@ class TrialRun:
             self.figures_at_ns = self.folder.results_csv.stat().st_mtime_ns
         return self.figures_at_ns != before
 
-    def has_state_for(self, group: DeviceGroup) -> bool:
-        """Return whether a group can resume the training: it has checkpoints on this machine's disk, or on the group's."""
-        if any(self.folder.path.glob(CHECKPOINTS)):
-            return True
-        where = self.folder.path / ELSEWHERE
-        return where.is_file() and group.host in (line.partition(":")[0] for line in read_where(where))
-
     def start(self, group: DeviceGroup, resume_command: str) -> None:
-        """Resume the training on a group of devices, or begin it if the group has no checkpoint of it."""
-        self.is_resumed = self.has_state_for(group)
+        """Resume the training on a group of devices, or begin it if there is no checkpoint of it."""
+        path = self.folder.path
+        self.is_resumed = any(path.glob(CHECKPOINTS)) or (path / ELSEWHERE).is_file()
         if self.is_resumed:
-            words = [f"--resume={self.folder.path}"]
+            words = [f"--resume={path}"]
         else:
-            # a list in this folder may name another host that has checkpoints
-            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
-            path = self.folder.path
             words = [*self.base, *(f"--set={name}={_text(value)}" for name, value in self.values.items())]
             words += [f"--project={path.parent}", f"--name={path.name}", "--exist-ok"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        if group.fleet_file:
-            file = self.log.with_suffix(".fleet.yaml")
-            write_text(file, group.fleet_file)
-            words.append(f"--fleet={file}")
         self.group = group
         with open_append(self.log) as log:
             self.log_offset = log.tell()
-            memory = {} if group.fleet_file else self.memory
+            memory = {} if group.has_hosts else self.memory
             self.process = start_module(
                 *("yolofleet", "train", *words, *self.each_start, *group.arguments),
                 environment={**os.environ, **memory, RESUME_COMMAND: resume_command},
@@ -240,13 +204,12 @@ class TrialRun:
         NaN and too little memory follow from the values of the trial. The other failures are those of a process, a machine
         or a checkpoint. The trial begins again if its checkpoint is refused, because its result is a function of its values.
         """
-        assert self.group is not None
-        self.failed_on.append(self.group)
+        self.failures += 1
         if self.is_resumed and code in (ConfigError.exit_code, CheckpointError.exit_code):
             shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
         elif code in (NumericsError.exit_code, ConfigError.exit_code):
             return False
-        return len(self.failed_on) < ATTEMPTS
+        return self.failures < ATTEMPTS
 
     def reason(self, code: int) -> str:
         """Return why the last start of the process failed, in one line."""
