@@ -110,15 +110,19 @@ def working_in(folder: Path, **variables: str) -> Iterator[None]:
 
 @contextmanager
 def user_code_forgotten() -> Iterator[None]:
-    """Remove the families and networks of ``--recipe-class`` afterwards: a command keeps them until its process ends."""
+    """Remove the code of ``--recipe-class`` afterwards, its families and networks: a command keeps them until its process ends."""
     tables: list[dict[str, Any]] = [FAMILIES, NETWORKS]
-    before = [dict(table) for table in tables]
+    before, folders = [dict(table) for table in tables], list(sys.path)
     try:
         yield
     finally:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
             table.update(entries)
+        own, sys.path[:] = {*sys.path} - {*folders}, folders
+        for name, module in list(sys.modules.items()):
+            if str(Path(getattr(module, "__file__", None) or "").parent) in own:
+                del sys.modules[name]  # another test may have a file of that name
 
 
 def called(*args: str | Path, script: Path | None = None) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ from yolofleet.support.errors import ConfigError
 STEPS = 4
 SMALL_DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
 COMPILED = ("--passes", "compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_caches_of_other_tests() -> Iterator[None]:
+    """A command that another test called in this process may have named the folders of its compiled files."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")
