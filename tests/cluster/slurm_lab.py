@@ -159,6 +159,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 KillWait=5
+UnkillableStepTimeout=900
 SlurmdTimeout=10
 SlurmctldTimeout=10
 InactiveLimit=0

@@ -14,7 +14,9 @@ import pytest
 from commands import environment, results, small_shapes, yolofleet
 from guides import ROOT
 
-pytest.importorskip("ray.train", reason="Ray is not installed (pip install 'yolofleet[ray]')")
+pytest.importorskip(
+    "ray.train", exc_type=ImportError, reason="Ray is not installed (pip install 'yolofleet[ray]')"
+)
 SETTINGS = {"model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "plots": False, "epochs": 6,
             "max_steps": 24, "save_every": "2steps", "val_period": 0, "threads": 1, "reduce": "exact"}  # fmt: skip
 HERE = {

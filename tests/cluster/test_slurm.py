@@ -100,7 +100,7 @@ class Job:
 def submitted(cluster: Slurm, folder: Path, *command: str | Path) -> Job:
     deadline = time.monotonic() + DEADLINE_S
     while cluster.run("sinfo", "-h", "-o", "%D %t", cwd=folder) != "2 idle\n":  # of the job before
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, cluster.run("sinfo", "-R", cwd=folder)
         time.sleep(0.1)
     said = cluster.run(sys.executable, "-m", "yolofleet", *command, cwd=folder)
     job = Job(cluster, folder, said.split()[1])
