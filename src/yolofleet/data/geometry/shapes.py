@@ -61,18 +61,20 @@ class Shapes(Table):
         middle, half = self.boxes[:, :2] * size, self.boxes[:, 2:] * size / 2
         return np.concatenate([middle - half, middle + half], axis=1)
 
-    def with_pasted(self, pasted: Sequence[tuple[int, np.ndarray]], size_wh: np.ndarray) -> Self:
-        """Return these labels and those of objects pasted into the image: class, and x1, y1, x2, y2 in pixels.
+    def with_pasted(
+        self, pasted: Sequence[tuple[int, np.ndarray, list[np.ndarray]]], size_wh: np.ndarray
+    ) -> Self:
+        """Return these labels and those of objects pasted into the image: class, x1, y1, x2, y2, and outlines, in pixels.
 
         Raises:
             ConfigError: labels of this class cannot be made from boxes.
         """
         if type(self) is not Shapes:
             raise ConfigError("copy_paste: it is for boxes", hint="--set copy_paste=0")
-        corners = np.stack([box for _, box in pasted])
+        corners = np.stack([box for _, box, _ in pasted])
         low, high = corners[:, :2], corners[:, 2:]
         boxes = np.concatenate([(low + high) / 2 / size_wh, (high - low) / size_wh], axis=1)
-        return self.joined([self, self.of_image(np.array([number for number, _ in pasted]), boxes)])
+        return self.joined([self, self.of_image(np.array([number for number, _, _ in pasted]), boxes)])
 
     def mapped(self, places: np.ndarray, view: View, look: Look) -> Self:
         """Return the labels as the network sees them, in fractions of the shown part; drop those of which too little is left.

@@ -69,7 +69,10 @@ def paste_objects(
         where = mask[:, ::step, None].astype(bool)
         np.copyto(image[top : top + height, left : left + width], patch[:, ::step], where=where)
         boxes = np.concatenate([boxes, box[None]])
-        pasted.append((number, box))
+        moved = [polygon - low + box[:2] for polygon in points]
+        if step < 0:  # in the other direction, because a mirror turns it
+            moved = [(polygon * (-1, 1) + (box[0] + box[2], 0))[::-1] for polygon in moved]
+        pasted.append((number, box, moved))
     return image, labels.with_pasted(pasted, size) if pasted else labels
 
 
