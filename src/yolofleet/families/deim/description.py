@@ -23,6 +23,7 @@ class DeimDescription(dfine.DfineDescription):
 PRESETS = {
     name: DeimDescription(**asdict(preset) | {"name": name, "is_frozen": False})
     for preset in dfine.PRESETS.values()
+    if not preset.mask_width
     for name in [preset.name.replace("dfine", "deim")]
 }
 

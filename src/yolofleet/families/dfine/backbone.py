@@ -109,11 +109,16 @@ class HgBlock(nn.Module):
 
 
 class HgNet(nn.Module):
-    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them. Each stage but the first halves the map."""
+    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them. Each stage but the first halves the map.
+
+    With a head of masks they are always three. The encoder reads the last ones, which have ``out_channels``.
+    """
 
     def __init__(self, description: DfineDescription) -> None:
         super().__init__()
-        self.out_channels = description.outer_widths[-len(description.points) :]
+        levels = len(description.points)
+        self.out_channels = description.outer_widths[-levels:]
+        self.levels = 3 if description.mask_width else levels
         self.stem = Stem(description).requires_grad_(not description.is_frozen)
         self.stages = nn.ModuleList()
         for stage, (before, out) in enumerate(pairwise((description.stem[1], *description.outer_widths))):
@@ -126,4 +131,4 @@ class HgNet(nn.Module):
             self.stages.append(nn.Sequential(parts))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return results(self.stages, self.stem(x))[-len(self.out_channels) :]
+        return results(self.stages, self.stem(x))[-self.levels :]

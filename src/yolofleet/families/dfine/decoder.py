@@ -76,12 +76,12 @@ class DfineDecoder(QueryDecoder):
     def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
         """See the base class. Boxes and class logits begin with those of ``pre_bbox_head``, so they are L + 1.
 
-        The others are the distributions' logits [N, T, 4 (R + 1)] and the boxes that distances start from [N, T, 4].
+        The family's own are the distributions' logits [N, T, 4 (R + 1)] and the boxes that distances start from [N, T, 4].
         """
         count = len(self.decoder.layers) if is_full else self.used_layers
         scale = self.reg_scale.float().abs()
         bins = bin_values(self.up.float().abs(), scale)
-        all_boxes, all_logits, all_corners = [], [], []
+        all_boxes, all_logits, all_corners, states = [], [], [], []
         before, corners, start = x.new_zeros(()), bins.new_zeros(()), boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
             position = self.query_pos_head(boxes.to(x.dtype)).clamp(-LARGEST_POSITION, LARGEST_POSITION)
@@ -100,8 +100,9 @@ class DfineDecoder(QueryDecoder):
                 all_boxes.append(refined)
                 all_logits.append(self.decoder.lqe_layers[i](self.dec_score_head[i](x), probabilities))
                 all_corners.append(corners)
+                states.append(x)
             boxes, before = refined.detach(), x.detach()
-        return [all_boxes, all_logits, all_corners, [start] * count]
+        return [all_boxes, all_logits, all_corners, [start] * count, states]
 
     def fold(self) -> None:
         super().fold()

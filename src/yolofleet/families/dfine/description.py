@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.families.rtdetr.description import DetrDescription, with_masks
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ _L = replace(
     _M, name="dfine-l", **_B4, is_frozen=True, has_affine=False, depth_multiple=1.0, layers=6, used_layers=6
 )
 _X = replace(_L, name="dfine-x", **_B5, width=384, feedforward=2048, reg_scale=8.0)
-PRESETS = {description.name: description for description in (_N, _S, _M, _L, _X)}
+PRESETS = with_masks(_N, _S, _M, _L, _X)
 
 
 def canonical(name: str) -> str | None:
@@ -91,7 +91,7 @@ def canonical(name: str) -> str | None:
     The authors write ``dfine_hgnetv2_n_coco`` or ``dfine_n_coco``, Hugging Face ``ustc-community/dfine-nano-coco``.
     """
     match = re.fullmatch(
-        r"(ustc-community/)?d-?fine-(hgnetv2-)?([nsmlx]|nano|small|medium|large|xlarge)(-coco)?",
+        r"(ustc-community/)?d-?fine-(hgnetv2-)?([nsmlx]|nano|small|medium|large|xlarge)(-coco)?(-seg)?",
         name.lower().replace("_", "-"),
     )
-    return match and f"dfine-{match[3][0]}"
+    return match and f"dfine-{match[3][0]}{match[5] or ''}"

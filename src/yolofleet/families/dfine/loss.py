@@ -21,7 +21,8 @@ from torch import Tensor
 from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Targets
-from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of
+from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, near_copies
+from yolofleet.families.rtdetr.mask_loss import MaskLoss, with_masks
 from yolofleet.families.rtdetr.matching import Pairs, at_each, giou
 from yolofleet.families.rtdetr.raws import DetrRaws, DfineTrainingRaws, TrainingRaws
 from yolofleet.support.devices import to_device
@@ -50,20 +51,20 @@ class DfineLoss(RtdetrLoss):
         self.weights = torch.cat([self.weights, torch.tensor([recipe.fgl_gain])])
         self.gains = torch.cat([self.weights, torch.tensor([recipe.ddf_gain, 1.0, 1.0])])
 
-    def sums(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> Tensor:
-        """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
+    def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
+        """See :meth:`RtdetrLoss.matched`; the sums are float32 [7]."""
         normal, noisy, truth, matching, denoised = self.begun(raws, targets)
         (outputs, queries), pairs = normal.boxes.shape[1:3], matching.pairs()
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if not isinstance(raws, DfineTrainingRaws):  # a validation
-            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor
+            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor, pairs
 
         layers = raws.corners.shape[1]
         shares, noise_shares = distillation_shares(joined, targets, queries)
         each = at_each(layers, *joined)
         fgl, ddf = self._local(normal, raws.corners, raws.references, each, truth, shares)
-        restored = noise_of(Outputs(noisy.boxes[:, -layers:], noisy.logits), targets)[0]
+        restored = near_copies(layers, noisy.boxes.shape[2], targets)
         noise_fgl, noise_ddf = self._local(
             noisy, raws.noisy_corners, raws.noisy_references, restored, truth, noise_shares
         )
@@ -72,7 +73,7 @@ class DfineLoss(RtdetrLoss):
         aux = (by_output[:-1] * gains[:3]).sum() + fgl[:-1].sum() * gains[3]
         denoise = (denoised * gains[:3]).sum() + noise_fgl.sum() * gains[3]
         others = torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])
-        return torch.cat([by_output[-1], others]) * matching.factor
+        return torch.cat([by_output[-1], others]) * matching.factor, pairs
 
     def _local(
         self,
@@ -170,8 +171,9 @@ def distillation_shares(
     return share_of_each(is_match, ~is_match), share_of_each(is_near_copy, is_query & ~is_near_copy)
 
 
-def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> DfineLoss:
+def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> RtdetrLoss | MaskLoss:
     """Return the loss of a network, with the scales that its weights state."""
     decoder = cast("DfineDecoder", model.decoder)
     up, scale = decoder.up.detach().float().abs().cpu(), decoder.reg_scale.detach().float().abs().cpu()
-    return DfineLoss(recipe, model.nc, bin_values(up, scale), float(scale))
+    loss = DfineLoss(recipe, model.nc, bin_values(up, scale), float(scale))
+    return with_masks(loss, model, recipe)

@@ -54,10 +54,14 @@ def preset_names() -> list[str]:
 
 
 def pretrained_name(description: ModelDescription) -> str:
-    """Return the name of published weights to train a network from: its own, or the first of its family; "" for a user's own."""
+    """Return the name of published weights to train a network from; "" for a user's own.
+
+    They are its own, those of the same network without masks, or the first of its family.
+    """
     family = FAMILIES[description.family]
     names: list[str] = [] if family.published is dict else load(family.preset_names)()
-    return description.name if description.name in names else next(iter(names), "")
+    own = description.name.removesuffix("-seg")
+    return own if own in names else next(iter(names), "")
 
 
 def preset(name: str) -> ModelDescription:

@@ -111,11 +111,11 @@ class QueryDecoder(nn.Module):
 
     def forward(
         self, maps: Sequence[Tensor], size_hw: Sequence[int], targets: Any, cells: Tensor | None = None
-    ) -> DetrRaws | TrainingRaws:
-        """Return the raw predictions.
+    ) -> tuple[DetrRaws | TrainingRaws, list[Tensor]]:
+        """Return the raw predictions, and the queries [N, T, W] after each layer whose results they have.
 
         Args:
-            maps: of the encoder, the finest first.
+            maps: of the encoder, the finest first; maps before them are ignored.
             size_hw: of the images, pixels.
             targets: as of :class:`DetrNetwork`.
             cells: int64 [N, Q] that become queries; None: those with the highest scores.
@@ -128,24 +128,25 @@ class QueryDecoder(nn.Module):
             noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
-        results = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
+        *results, states = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
         ones = torch.ones_like(
             results[0][-1][:, :1, 0]
         )  # [N, 1]; on the device, so that the host does not wait
         sides = torch.cat([ones * size_hw[1], ones * size_hw[0]] * 2, 1)
         if not is_full:
-            return DetrRaws(results[0][-1], results[1][-1], sides)
+            return DetrRaws(results[0][-1], results[1][-1], sides), states
         raws = [torch.stack(of_layers, 1) for of_layers in results]
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
         last = DetrRaws(normal[0][:, -1], normal[1][:, -1], sides)
         layers = (*normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:])
         found: TrainingRaws = self.training_raws(*last, *layers)
-        return found
+        return found, states
 
     def memory_of(self, maps: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
         """Return the cells [N, S, W] of all maps of the encoder, and the sizes of the maps."""
-        maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
+        levels = maps[-len(self.input_proj) :]
+        maps = [project(x) for project, x in zip(self.input_proj, levels, strict=True)]
         return torch.cat([tokens_of(x) for x in maps], 1), [(x.shape[2], x.shape[3]) for x in maps]
 
     def candidates(
@@ -201,7 +202,7 @@ class QueryDecoder(nn.Module):
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
     def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
-        """Run the layers. Return boxes, class logits, and other results of the family; each a list of [N, T, .].
+        """Run the layers. Return boxes, class logits, other results of the family, and the queries; each a list of [N, T, .].
 
         Args:
             x, boxes: of the queries, [N, T, W] and float32 [N, T, 4]; no gradient reaches the encoder through them.
@@ -240,7 +241,7 @@ class RtdetrDecoder(QueryDecoder):
     def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
         """See the base class. In training, the box of a layer also has a gradient through that of the layer before."""
         count = len(self.decoder.layers) if is_full else self.used_layers
-        all_boxes, all_logits, before = [], [], boxes
+        all_boxes, all_logits, states, before = [], [], [], boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
             x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, context)
             change = self.dec_bbox_head[i](x).float()  # logits of boxes stay in float32
@@ -248,8 +249,9 @@ class RtdetrDecoder(QueryDecoder):
             if is_full or i == count - 1:
                 all_boxes.append((change + inverse_sigmoid(before)).sigmoid() if is_full else after)
                 all_logits.append(self.dec_score_head[i](x))
+                states.append(x)
             before, boxes = after, after.detach()
-        return [all_boxes, all_logits]
+        return [all_boxes, all_logits, states]
 
     def initialise(self, generator: torch.Generator) -> None:
         super().initialise(generator)

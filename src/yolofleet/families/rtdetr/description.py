@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from yolofleet.families.networks.checked import Checker, short
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Network = TypeVar("Network", bound="DetrDescription")
 HEADS = 8  # of all attentions
+MASKED = "-seg"  # ends the names of networks that find masks
+MASK_WIDTH = 128
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class DetrDescription:
         used_layers: of them, the first ones that a prediction needs; the others help the training only.
         points: sampled by each head of the decoder on each level, [L].
         queries: predictions of an image.
+        mask_width: channels of the head of masks, a multiple of 8; 0: the network finds boxes alone.
     """
 
     name: str
@@ -45,6 +49,7 @@ class DetrDescription:
     used_layers: int
     points: tuple[int, ...]
     queries: int
+    mask_width: int = field(default=0, kw_only=True)
 
     family: ClassVar[str]
     layout: ClassVar[str] = "rtdetr"  # the family whose names of tensors and recipes it has
@@ -64,11 +69,13 @@ class DetrDescription:
         "used_layers": (1, 100),
         "points": (1, 64),
         "queries": (1, 10_000),
+        "mask_width": (0, 1024),
     }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values for JSON; :meth:`from_dict` reads them."""
-        return {"family": self.family, **asdict(self)}
+        """Return values for JSON; :meth:`from_dict` reads them. Networks of boxes have no ``mask_width``, as before there were masks."""
+        values = {"family": self.family, **asdict(self)}
+        return values if self.mask_width else {k: v for k, v in values.items() if k != "mask_width"}
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> Self:
@@ -78,9 +85,10 @@ class DetrDescription:
             ConfigError: names the wrong key and ``source``.
         """
         check = Checker(source)
-        check.keys(values, ("family", *(field.name for field in fields(cls))))
-        given = {f.name: cls._checked(check, f.name, f.type, values[f.name]) for f in fields(cls)}
-        for key in ("width", "decoder_width"):
+        names = [f.name for f in fields(cls) if f.name != "mask_width"]
+        check.keys(values, ("family", *names), ("mask_width",))
+        given = {f.name: cls._checked(check, f.name, f.type, values.get(f.name, 0)) for f in fields(cls)}
+        for key in ("width", "decoder_width", "mask_width"):
             if given[key] % HEADS:
                 raise check.error(f"{key} is {given[key]}, expected a multiple of {HEADS}")
         if given["used_layers"] > given["layers"]:
@@ -136,6 +144,12 @@ class RtdetrDescription(DetrDescription):
         return tuple(width * (4 if self.has_bottlenecks else 1) for width in self.stage_widths)
 
 
+def with_masks(*networks: Network) -> dict[str, Network]:
+    """Return the networks by name, and after them those that find masks as well, ``NAME-seg``."""
+    masked = [replace(network, name=f"{network.name}{MASKED}", mask_width=MASK_WIDTH) for network in networks]
+    return {network.name: network for network in (*networks, *masked)}
+
+
 _R18 = RtdetrDescription(
     name="rtdetrv2-r18",
     is_frozen=False,
@@ -159,7 +173,7 @@ _R50 = replace(
 )
 _R50M = replace(_R50, name="rtdetrv2-r50m", expansion=0.5, used_layers=3)
 _R101 = replace(_R50, name="rtdetrv2-r101", stage_blocks=(3, 4, 23, 3), width=384, feedforward=2048)
-PRESETS = {description.name: description for description in (_R18, _R34, _R50M, _R50, _R101)}
+PRESETS = with_masks(_R18, _R34, _R50M, _R50, _R101)
 
 
 def canonical(name: str) -> str | None:
@@ -168,10 +182,10 @@ def canonical(name: str) -> str | None:
     The authors write ``rtdetrv2_r50vd_m_7x_coco``, Hugging Face ``PekingU/rtdetr_v2_r18vd``.
     """
     match = re.fullmatch(
-        r"(pekingu/)?rt-?detr-?v2-(r18|r34|r50|r101)(vd)?(-?m)?(-\d{1,3}[ex])?(-coco)?",
+        r"(pekingu/)?rt-?detr-?v2-(r18|r34|r50|r101)(vd)?(-?m)?(-\d{1,3}[ex])?(-coco)?(-seg)?",
         name.lower().replace("_", "-"),
     )
-    known = match and f"rtdetrv2-{match[2]}{'m' if match[4] else ''}"
+    known = match and f"rtdetrv2-{match[2]}{'m' if match[4] else ''}{match[7] or ''}"
     return known if known in PRESETS else None
 
 
@@ -190,8 +204,8 @@ def to_train(network: DetrDescription, untrained: Collection[str]) -> tuple[Detr
 
 
 def recipe_values(recipe: str, network: DetrDescription) -> dict[str, Any]:
-    """Return the hyperparameters of a built-in recipe of both families that differ for this network."""
-    name, made_for = network.name, (network.layout, f"{network.layout}-few", "deim")
+    """Return the hyperparameters of a built-in recipe of both families that differ for this network, with or without masks."""
+    name, made_for = network.name.removesuffix(MASKED), (network.layout, f"{network.layout}-few", "deim")
     if recipe not in made_for or name not in network.rates:
         return {}
     rate, deim_rate, backbone, weight_decay = network.rates[name]

@@ -35,7 +35,7 @@ class EncoderLayer(nn.Module):
 
 
 class HybridEncoder(nn.Module):
-    """Maps of the backbone to as many maps of the encoder's width, the finest first.
+    """Maps of the backbone to as many maps of the encoder's width, the finest first. It returns maps before them as they are.
 
     Subclasses replace the blocks by overriding ``lateral``, ``joined`` and ``down``.
 
@@ -56,6 +56,8 @@ class HybridEncoder(nn.Module):
         self.upsample = Upsample()
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        levels = len(self.input_proj)
+        others, maps = list(maps[:-levels]), maps[-levels:]
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
         coarse = [self.encoder(maps[-1])]  # the coarsest first
         for lateral, block, x in zip(self.lateral_convs, self.fpn_blocks, maps[-2::-1], strict=True):
@@ -64,7 +66,7 @@ class HybridEncoder(nn.Module):
         fine = [coarse.pop()]
         for down, block in zip(self.downsample_convs, self.pan_blocks, strict=True):
             fine.append(block(torch.cat([down(fine[-1]), coarse.pop()], 1)))
-        return fine
+        return others + fine
 
     def lateral(self, width: int) -> nn.Module:
         """Return the convolution of a map before it is enlarged."""

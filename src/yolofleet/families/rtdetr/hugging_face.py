@@ -130,6 +130,11 @@ def config_of(description: DetrDescription) -> dict[str, Any]:
         CheckpointError: transformers has no such network.
     """
     d: Any = description
+    if d.mask_width:
+        raise CheckpointError(
+            f"transformers has no {d.name}: its {'D-FINE' if d.layout == 'dfine' else 'RT-DETRv2'} finds no masks",
+            hint="write .safetensors, or: yolofleet export --format onnx",
+        )
     if d.activation != CONSTANTS["decoder_activation_function"]:
         raise CheckpointError(
             f"transformers has no {d.name}: its heads have ReLU, and those of {d.name} have {d.activation}",

@@ -14,6 +14,8 @@ class RtdetrHyperparameters(Recipe):
     cls_gain: float = setting(1.0, "class gain", ge=0)
     l1_gain: float = setting(5.0, "gain of the L1 distance of boxes", ge=0)
     giou_gain: float = setting(2.0, "gain of the generalised IoU of boxes", ge=0)
+    mask_gain: float = setting(5.0, "gain of the cross entropy of masks (networks -seg)", ge=0)
+    dice_gain: float = setting(5.0, "gain of the dice loss of masks (networks -seg)", ge=0)
     class_loss: Literal["vfl", "mal"] = setting(
         "vfl", "vfl: varifocal loss; mal: DEIM's matchability-aware loss"
     )

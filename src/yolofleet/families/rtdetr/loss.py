@@ -28,7 +28,6 @@ from yolofleet.families.rtdetr.raws import DetrRaws, TrainingRaws
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
-    from yolofleet.families.networks.detector import Detector
     from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
 VFL_ALPHA = 0.75  # weight of negatives in the varifocal loss
@@ -102,12 +101,16 @@ class RtdetrLoss:
 
         Host synchronisation: see :meth:`Matching.pairs`.
         """
+        return self.matched(raws, targets)[0]
+
+    def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
+        """Return the sums, and the matches of each output."""
         normal, _, truth, matching, denoised = self.begun(raws, targets)
         pairs = matching.pairs()
         by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
         gains = to_device(self.weights, normal.boxes.device)
         aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
-        return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor
+        return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor, pairs
 
     def begun(
         self, raws: DetrRaws | TrainingRaws, targets: Targets
@@ -165,13 +168,12 @@ class RtdetrLoss:
 def noise_of(noisy: Outputs, targets: Targets) -> tuple[Pairs, Tensor]:
     """Return the pairs of denoising queries at each output, and the weights [N, D] of the queries."""
     outputs, queries = noisy.boxes.shape[1:3]
-    label, group = targets.noise_label[:, :queries], targets.noise_group[:, :queries]
+    weights = (targets.noise_group[:, :queries] >= 0) * targets.noise_weight[:, None]
+    return near_copies(outputs, queries, targets), to_device(torch.from_numpy(weights), noisy.boxes.device)
+
+
+def near_copies(outputs: int, queries: int, targets: Targets) -> Pairs:
+    """Return the pairs of the first denoising queries and the labels that they restore, the same at each output."""
+    label = targets.noise_label[:, :queries]
     image, query = np.nonzero(label >= 0)
-    pairs = at_each(outputs, image, query, label[image, query], targets.noise_weight[image])
-    weights = (group >= 0) * targets.noise_weight[:, None]
-    return pairs, to_device(torch.from_numpy(weights), noisy.boxes.device)
-
-
-def rtdetr_loss(model: Detector, recipe: RtdetrHyperparameters, img: int) -> RtdetrLoss:
-    """Return the loss of a network."""
-    return RtdetrLoss(recipe, model.nc)
+    return at_each(outputs, image, query, label[image, query], targets.noise_weight[image])

@@ -43,6 +43,10 @@ class Pairs(NamedTuple):
         output, image, query, label = to_device(torch.from_numpy(np.stack(self[:4])), device)
         return output, image, query, label
 
+    def rows(self, chosen: np.ndarray) -> Pairs:
+        """Return some pairs, or all in another order."""
+        return Pairs(*(part[chosen] for part in self))
+
     def sums(self, losses: Tensor, outputs: int) -> Tensor:
         """Return the weighted sums of losses [M, ...] of each output, [P, ...].
 

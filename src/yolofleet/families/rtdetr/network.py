@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.data.geometry.boxes import Decoded
+from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
 from yolofleet.families.rtdetr.blocks import SelfAttention
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
-from yolofleet.families.rtdetr.raws import DetrRaws, TrainingRaws
+from yolofleet.families.rtdetr.masks import MaskHead, decoded
+from yolofleet.families.rtdetr.raws import DetrRaws, MaskRaws, MaskTrainingRaws, TrainingRaws
 
 
 class DetrNetwork(Detector):
-    """Backbone, encoder and decoder."""
+    """Backbone, encoder, decoder, and the head of masks if there is one."""
 
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
@@ -39,10 +41,22 @@ class DetrNetwork(Detector):
         self.backbone = backbone(description)
         self.encoder = encoder(self.backbone.out_channels, description)
         self.decoder = decoder(description, nc)
+        self.masks: MaskHead | None = None
+        if description.mask_width:
+            self.task = "masks"
+            self.masks = MaskHead(self._finest_channels(), description)
+
+    def _finest_channels(self) -> int:
+        """Return the channels of the map of stride 8: the encoder's, or the backbone's if the encoder has none."""
+        d: Any = self.description
+        return int(d.width if len(self.strides) == 3 else d.outer_widths[1])
 
     @property
     def image_part(self) -> nn.Module:  # type: ignore[override]
-        """The module from images to the encoder's maps [N, C, H / s, W / s] of all strides s."""
+        """The module from images to the encoder's maps [N, C, H / s, W / s] of all strides s.
+
+        For masks, a map of the backbone of stride 8 precedes them if the encoder has none.
+        """
         return nn.Sequential(self.backbone, self.encoder)
 
     def forward(  # type: ignore[override]  # it returns a named tuple
@@ -51,7 +65,7 @@ class DetrNetwork(Detector):
         targets: Any = None,
         features: Sequence[Tensor] | None = None,
         cells: Tensor | None = None,
-    ) -> DetrRaws | TrainingRaws:
+    ) -> DetrRaws | TrainingRaws | MaskRaws | MaskTrainingRaws:
         """Return the predictions of the last layer; in training, or with targets, those that the loss reads.
 
         Args:
@@ -61,22 +75,25 @@ class DetrNetwork(Detector):
             cells: int64 [N, Q] that become queries; None: those with the highest scores.
         """
         maps = self.encoder(self.backbone(images)) if features is None else features
-        raws: DetrRaws | TrainingRaws = self.decoder(maps, images.shape[2:], targets, cells)
-        return raws
+        raws: DetrRaws | TrainingRaws
+        raws, states = self.decoder(maps, images.shape[2:], targets, cells)
+        return raws if self.masks is None else self.masks(maps[0], states, raws)
 
-    def decode(self, raws: DetrRaws | TrainingRaws) -> Decoded:  # type: ignore[override]
+    def decode(self, raws: DetrRaws | TrainingRaws | MaskRaws) -> Decoded | DecodedMasks:  # type: ignore[override]
         """Return the predictions of the queries, float32."""
         boxes, scores = raws.boxes.float() * raws.sides[:, None], raws.logits.float().sigmoid()
-        return Decoded.of(boxes, scores)
+        found = Decoded.of(boxes, scores)
+        return DecodedMasks(found.rows, *decoded(raws)) if isinstance(raws, MaskRaws) else found
 
-    def choices(self, image: Tensor) -> Iterator[Decoded]:
+    def choices(self, image: Tensor) -> Iterator[Decoded | DecodedMasks]:
         maps = self.image_part(image)
         return (self.decode(self(image, None, maps, cells)) for cells in self.decoder.tied(maps))
 
     def freeze_groups(self) -> list[str]:
         (stem, _), (stages, blocks) = self.backbone.named_children()
         groups = (stem, *(f"{stages}.{name}" for name, _ in blocks.named_children()))
-        return [*(f"backbone.{group}." for group in groups), "encoder.", "decoder."]
+        masks = [] if self.masks is None else ["masks."]
+        return [*(f"backbone.{group}." for group in groups), "encoder.", "decoder.", *masks]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

@@ -1,7 +1,8 @@
 """The raw predictions of transformers.
 
 N images, L outputs (the decoder's layers; D-FINE has another one before them), Q queries (fewer on images with fewer cells),
-D denoising queries (0 without targets or labels), C classes, R + 1 bins of a distance. Boxes are cx, cy, w, h in 0..1.
+D denoising queries (0 without targets or labels), C classes, R + 1 bins of a distance, M channels of the head of masks, whose
+maps of h x w are a quarter of the images. Boxes are cx, cy, w, h in 0..1.
 """
 
 from __future__ import annotations
@@ -52,3 +53,21 @@ class DfineTrainingRaws(NamedTuple):
 
 
 TrainingRaws = RtdetrTrainingRaws | DfineTrainingRaws
+
+
+class MaskRaws(NamedTuple):
+    """Those of the last layer of a network that finds masks. The last coefficient belongs to a prototype of ones."""
+
+    boxes: Tensor
+    logits: Tensor
+    sides: Tensor
+    coefficients: Tensor  # [N, Q, M + 1]
+    prototypes: Tensor  # [N, M, h, w]
+
+
+class MaskTrainingRaws(NamedTuple):
+    """What the loss of a network that finds masks reads. A decoder layer has prototypes of its own."""
+
+    found: TrainingRaws
+    coefficients: Tensor  # [N, layers, D + Q, M + 1]: denoising queries, then the others
+    prototypes: tuple[Tensor, ...]  # of each layer [N, M, h, w]

@@ -204,7 +204,8 @@ def _trained_as(state: Mapping[str, Tensor], path: Path) -> tuple[str, str]:
 
 def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str) -> DetrDescription:
     preset, names = load(FAMILIES[family].preset), load(FAMILIES[family].preset_names)()
-    wrong = {name: misfits(tensors, preset(name), nc) for name in names}
+    boxes = [name for name in names if not preset(name).mask_width]  # no other project has these with masks
+    wrong = {name: misfits(tensors, preset(name), nc) for name in boxes}
     nearest = min(names, key=lambda name: len(wrong[name]))
     if problems := wrong[nearest]:
         raise CheckpointError(
