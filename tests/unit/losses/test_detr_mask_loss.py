@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from detr_raws import CLASSES, LAYERS, QUERIES, REG_SCALE, bins, labels, of_imag
 from label_rows import of_images as labels_of_images
 from torch import Tensor
 
-from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 from yolofleet.families.dfine.loss import DfineLoss
@@ -25,25 +25,13 @@ from yolofleet.families.rtdetr.raws import MaskRaws, MaskTrainingRaws
 SIZE_HW, CELLS_HW, WIDTH = (64, 96), (16, 24), 6
 
 
-@dataclass(frozen=True)
-class Rectangles(Shapes):
-    """Labels whose masks are their boxes, each cell by its share, without those where ``has_mask`` is False."""
-
-    has_mask: np.ndarray
-
-    def rasters(self, size_hw: tuple[int, int]) -> np.ndarray:
-        corners = xyxy_from_cxcywh(self.boxes.astype(np.float64)) * np.array(size_hw[::-1] * 2)
-        shares = []
-        for n, low, high in ((size_hw[0], 1, 3), (size_hw[1], 0, 2)):
-            cells = np.arange(n)
-            ends = np.minimum(corners[:, high, None], cells + 1), np.maximum(corners[:, low, None], cells)
-            shares.append((ends[0] - ends[1]).clip(0))
-        raster: np.ndarray = (shares[0][:, :, None] * shares[1][:, None] * 255).round().astype(np.uint8)
-        return raster
-
-
-def masked(shapes: Shapes, *without: int) -> Rectangles:
-    return Rectangles(has_mask=~np.isin(np.arange(len(shapes)), without), **vars(shapes))
+def masked(shapes: Shapes, *without: int) -> MaskShapes:
+    """Labels whose masks are diamonds in their boxes; the labels ``without`` have none."""
+    rings = []
+    for number, (x, y, w, h) in enumerate(shapes.boxes):
+        ring = np.array([[x, y - h / 2], [x + w / 2, y], [x, y + h / 2], [x - w / 2, y]], np.float32)
+        rings.append([] if number in without else [ring])
+    return replace(MaskShapes.of_image(shapes.classes, shapes.boxes, rings), image=shapes.image)
 
 
 def loss_of(family: str, **values: object) -> MaskLoss:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from yolofleet.families.rtdetr.raws import DetrRaws, MaskRaws, MaskTrainingRaws
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
+    from yolofleet.data.geometry.mask_shapes import MaskShapes
     from yolofleet.families.networks.detector import Detector
     from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
@@ -69,13 +70,9 @@ class MaskLoss:
         return self
 
     def match(
-        self, labels: Any, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+        self, labels: MaskShapes, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
     ) -> MaskTargets:
-        """Return padded labels with denoising queries and rasters; arguments as in ``DetectionLoss.match``.
-
-        Args:
-            labels: ``MaskShapes``.
-        """
+        """Return padded labels with denoising queries and rasters; arguments as in ``DetectionLoss.match``."""
         targets = self.boxes.match(labels, images, size_hw, keys)
         size = size_hw[0] // STRIDE, size_hw[1] // STRIDE
         masked = labels.rows(labels.has_mask)
