@@ -206,7 +206,7 @@ def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str)
     preset, names = load(FAMILIES[family].preset), load(FAMILIES[family].preset_names)()
     boxes = [name for name in names if not preset(name).mask_width]  # no other project has these with masks
     wrong = {name: misfits(tensors, preset(name), nc) for name in boxes}
-    nearest = min(names, key=lambda name: len(wrong[name]))
+    nearest = min(boxes, key=lambda name: len(wrong[name]))
     if problems := wrong[nearest]:
         raise CheckpointError(
             f"{source} fits none of the models {', '.join(wrong)}; {len(problems)} tensors differ from {nearest}: "
