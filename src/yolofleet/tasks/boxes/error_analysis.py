@@ -203,9 +203,7 @@ def voc_ap(labels: Labels, detections: ScoredBoxes, names: Sequence[str], metric
     """
     labels = labels.rows(np.lexsort((labels.class_idx, labels.image)))
     detections = detections.rows(np.lexsort((detections.image, -detections.score)))
-    ordinary = Labels(
-        labels.image, labels.class_idx, labels.boxes_xywh_px, labels.area_px, np.zeros_like(labels.crowd)
-    )
+    ordinary = replace(labels, crowd=np.zeros_like(labels.crowd))
     d, m, iou = overlapping_pairs(ordinary, detections, VOC_IOU)
     order = np.lexsort((m, -iou, d))
     d, m = d[order], m[order]

@@ -1,4 +1,4 @@
-"""Match detections to labelled boxes by the rules of the COCO API, in shards that merge exactly.
+"""Match detections to labels by the rules of the COCO API, in shards that merge exactly: boxes, and what gives other overlaps.
 
 Each rank matches the detections of its own images (``match_detections``). It keeps, per detection, only class, score and
 2 x 40 bits: hit or miss at every IoU threshold and area range. The ranks exchange these records, and ``merge`` puts them
@@ -62,6 +62,12 @@ class Labels(Table):
     area_px: NDArray[np.float64]
     crowd: NDArray[np.bool_]
 
+    def overlaps(
+        self, m: NDArray[np.int64], detections: Any, d: NDArray[np.int64], _floor: float
+    ) -> NDArray[np.float64]:
+        """Return [P] the IoU of the labels ``m`` with the ``detections`` ``d``; below ``_floor`` it may be less."""
+        return _iou_pairs(detections.boxes_xywh_px[d], self.boxes_xywh_px[m], self.crowd[m])
+
 
 @dataclass(frozen=True)
 class ScoredBoxes(Table):
@@ -84,14 +90,24 @@ class ScoredBoxes(Table):
         """[D], as tables of other tasks have them."""
         return self.score
 
+    @property
+    def areas_px(self) -> NDArray[np.float64]:
+        """[D], which decides small, medium or large."""
+        return self.boxes_xywh_px[:, 2] * self.boxes_xywh_px[:, 3]
+
+
+def rows_of(index: DataIndex, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows of the labels of some images of an index."""
+    first, last = index.offsets[positions], index.offsets[positions + 1]
+    return np.concatenate(
+        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
+    )
+
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
     """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
-    first, last = index.offsets[positions], index.offsets[positions + 1]
-    picked = np.concatenate(
-        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
-    )
-    image = np.repeat(positions, last - first)
+    picked = rows_of(index, positions)
+    image = np.repeat(positions, index.offsets[positions + 1] - index.offsets[positions])
     unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
     size = np.asarray(index.sizes_wh[image], np.float64)
     wh = unit[:, 2:] * size
@@ -157,7 +173,7 @@ def match_detections(
 
     label_elsewhere = _outside(labels.area_px) | labels.crowd[:, None]  # [M, A]
     label_ignored = _words(label_elsewhere)
-    detection_outside = _words(_outside(detections.boxes_xywh_px[:, 2] * detections.boxes_xywh_px[:, 3]))
+    detection_outside = _words(_outside(detections.areas_px))
 
     matched = np.zeros(len(rank), np.uint64)
     ignored = np.zeros(len(rank), np.uint64)
@@ -250,7 +266,7 @@ def overlapping_pairs(
         hi = max(lo + 1, int(np.searchsorted(ends, done + _PAIRS_AT_ONCE, side="right")))
         d = np.repeat(np.arange(lo, hi), count[lo:hi])
         m = np.arange(len(d)) + np.repeat(first[lo:hi] - (ends[lo:hi] - count[lo:hi] - done), count[lo:hi])
-        iou = _iou_pairs(detections.boxes_xywh_px[d], labels.boxes_xywh_px[m], labels.crowd[m])
+        iou = labels.overlaps(m, detections, d, floor)
         near = iou >= floor
         found.append((d[near], m[near], iou[near]))
         lo = hi
