@@ -116,13 +116,17 @@ def test_images_suppressed_together_are_those_suppressed_one_by_one(block, multi
     decoded = random_decoded(4, 120, 3)
     decoded[0, :, 4] = 0
     decoded[2, 5:, 4] = 0
-    options = (0.2, 0.5, max_det, multi_label, False, None)
+    options = (0.2, 0.5, max_det, multi_label, False, None, True)
     together, capped = nms_module._detections(decoded, *options)
     alone = [nms_module._detections(image[None], *options) for image in decoded]
     assert len(together[0]) == 0
     for ours, (theirs, _) in zip(together, alone, strict=True):
         assert torch.equal(ours, theirs[0])
     assert capped == sum(left_out for _, left_out in alone)
+    for rows, of_image in zip(together, decoded, strict=True):
+        _, _, _, _, score, class_idx, number = rows.T
+        scores = of_image[:, 5:] * of_image[:, 4:5]
+        assert torch.equal(scores[number.long(), class_idx.long()], score)
 
 
 @pytest.mark.gpu

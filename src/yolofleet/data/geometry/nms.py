@@ -40,6 +40,7 @@ def detections(
     multi_label: bool,
     agnostic: bool = False,
     classes: Sequence[int] | None = None,
+    numbered: bool = False,
 ) -> tuple[list[Tensor], int]:
     """Return the boxes of each image, highest score first.
 
@@ -52,6 +53,7 @@ def detections(
         multi_label: a prediction may give several classes (validation); else only its best one (prediction).
         agnostic: suppress over all classes together.
         classes: keep only these.
+        numbered: add a column, the number of the prediction in its image, below 2^24; not for a list.
     Returns:
         N tensors [n, 6] float32 of x1, y1, x2, y2 px, score, class; and the number of candidates left out because an
         image had more than ``MAX_CANDIDATES``.
@@ -70,7 +72,7 @@ def detections(
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
     rows = decoded.rows
     for images in rows.split(1 if is_host(rows.device) else max(1, len(rows))):
-        boxes, left_out = _detections(images, conf, iou, max_det, multi_label, agnostic, classes)
+        boxes, left_out = _detections(images, conf, iou, max_det, multi_label, agnostic, classes, numbered)
         found += boxes
         capped += left_out
     return found, capped
@@ -84,6 +86,7 @@ def _detections(
     multi_label: bool,
     agnostic: bool,
     classes: Sequence[int] | None,
+    numbered: bool = False,
 ) -> tuple[list[Tensor], int]:
     """Do what ``detections`` does, for all images at once."""
     places = decoded.flatten(0, 1)  # [N * K, 5 + C]
@@ -119,7 +122,10 @@ def _detections(
         capped = sum(max(0, count - MAX_CANDIDATES) for count in counts)
         counts = [min(count, MAX_CANDIDATES) for count in counts]
         kept, kept_counts = _nms_of_images(boxes, score, groups, image, counts, iou, max_det)
-    chosen = torch.cat((boxes[kept], score[kept, None], class_idx[kept, None].float()), 1)
+    columns = [boxes[kept], score[kept, None], class_idx[kept, None].float()]
+    if numbered:
+        columns.append((confident[row[kept], None] % decoded.shape[1]).float())
+    chosen = torch.cat(columns, 1)
     return list(chosen.split(kept_counts)), capped
 
 
