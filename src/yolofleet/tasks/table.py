@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError
-from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.task import Task
 
-BUILT_IN: dict[str, Task] = {task.name: task for task in (BOXES,)}
+# The module of a task is imported when a network has the task.
+BUILT_IN = {
+    "boxes": ("yolofleet.tasks.boxes.task", "BOXES"),
+    "masks": ("yolofleet.tasks.masks.task", "MASKS"),
+}
 
 
 def task_of(model: Any) -> Task:
@@ -18,8 +22,11 @@ def task_of(model: Any) -> Task:
     Raises:
         ConfigError: no task has that name; its code must be named.
     """
-    own: list[Task] = [family.task for family in FAMILIES.values() if family.task is not None]
-    found = {task.name: task for task in own} | BUILT_IN
+    if model.task in BUILT_IN:
+        module, name = BUILT_IN[model.task]
+        task: Task = getattr(import_module(module), name)
+        return task
+    found = {family.task.name: family.task for family in FAMILIES.values() if family.task is not None}
     if model.task not in found:
         raise ConfigError(
             f"the network finds {model.task!r}, a task of a recipe class, which must be named",

@@ -205,6 +205,36 @@ class Task:
         """Return the objects of an image as values for JSON, with ``class``, ``name`` and ``score`` of each."""
         raise NotImplementedError
 
+    def bitmaps(self, found: Any, size_hw: tuple[int, int]) -> np.ndarray | None:
+        """Return the pixels of each object of an image, bool [n, H, W]; None if the task has no pixels."""
+        return None
+
+    def yolo_values(self, found: Any, size_wh: tuple[int, int]) -> list[np.ndarray]:
+        """Return the numbers of each object of an image in a YOLO label file, after the class."""
+        raise NotImplementedError
+
+    def yolo_texts(self, results: Any, index: DataIndex, *, scores: bool) -> dict[int, str]:
+        """Return the text of a YOLO label file by position of the image; images without a line are absent."""
+        raise NotImplementedError
+
+    def coco_results(
+        self, results: Any, index: DataIndex, category_ids: Sequence[Any] | None
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a COCO results file. ``category_ids`` are by class number; None: the number itself."""
+        raise NotImplementedError
+
+    def analysed(
+        self,
+        config: Any,
+        folder: Path,
+        results: Any,
+        index: DataIndex,
+        classes: Sequence[int] | None,
+        console: Any,
+    ) -> dict[str, Any]:
+        """Show what the settings of ``yolofleet val`` ask for beside the figures; return it as values for JSON."""
+        return {}
+
     def tables(self, metrics: Any) -> list[tuple[str, list[str], list[list[str]]]]:
         """Return more tables of a validation for the screen, each (title, columns, rows)."""
         return []

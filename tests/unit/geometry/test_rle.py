@@ -114,10 +114,10 @@ def test_pairs_have_the_overlaps_of_pycocotools(monkeypatch, at_once):
     rng, size = np.random.default_rng(2), (60, 80)
     masks = [rle.from_polygons([_polygon(rng, *size)], size) for _ in range(50)]
     masks += [rle.encode(rng.random(size) < share) for share in (0, 0.3, 1)]
-    table = rle.RunTable(np.concatenate(masks), np.array([len(runs) for runs in masks]), np.full(53, 60))
+    table = rle.RunTable(np.concatenate(masks), np.array([len(runs) for runs in masks]))
     answers = [rle.Mask(size, runs).coco() for runs in masks]
     assert table.areas.tolist() == theirs.area(answers).tolist()
-    assert table.boxes_xywh.tolist() == theirs.toBbox(answers).tolist()
+    assert table.boxes_xywh(np.full(53, 60)).tolist() == theirs.toBbox(answers).tolist()
     first, second = (rows.ravel() for rows in np.meshgrid(np.arange(53), np.arange(53)))
     both = table.intersections(first, second)
     either = table.areas[first] + table.areas[second] - both

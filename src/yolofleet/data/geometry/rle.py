@@ -282,32 +282,29 @@ class RunTable:
     Args:
         runs: uint32 [R] of all masks, one after another.
         lengths: int64 [n] number of runs of each.
-        heights: int64 [n] of the image of each, pixels.
     Attributes:
         areas: int64 [n] pixels.
-        boxes_xywh: int64 [n, 4] pixels, as of :func:`box`.
     """
 
-    def __init__(self, runs: Runs, lengths: NDArray[np.int64], heights: NDArray[np.int64]) -> None:
+    def __init__(self, runs: Runs, lengths: NDArray[np.int64]) -> None:
         self.lengths, self.first = lengths, np.cumsum(lengths) - lengths
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        is_inside = (np.arange(len(runs)) - self.first[owner]) % 2 == 1
-        every, inside = np.cumsum(runs, dtype=np.int64), np.cumsum(runs * is_inside, dtype=np.int64)
+        self._is_inside = (np.arange(len(runs)) - self.first[owner]) % 2 == 1
+        every, inside = np.cumsum(runs, dtype=np.int64), np.cumsum(runs * self._is_inside, dtype=np.int64)
         before, inside_before = (np.append(0, sums)[self.first] for sums in (every, inside))
         self._ends, self._inside = every - before[owner], inside - inside_before[owner]
-        self._is_inside = is_inside
         self._stride = int(self._ends.max(initial=0)) + 1
         self._keys = self._ends + owner * self._stride
         self.areas = np.append(0, inside)[self.first + lengths] - inside_before
-        self.boxes_xywh = self._boxes(owner, heights)
 
-    def _boxes(self, owner: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArray[np.int64]:
+    def boxes_xywh(self, heights: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [n, 4] the boxes of :func:`box`, for the heights [n] of the images in pixels."""
         on = np.flatnonzero(self._is_inside)
-        of, height = owner[on], heights[owner[on]]
+        of = np.searchsorted(self.first, on, side="right") - 1
+        height = heights[of]
         (x1, y1), (x2, y2) = np.divmod(self._ends[on - 1], height), np.divmod(self._ends[on] - 1, height)
         y1, y2 = np.where(x1 < x2, 0, y1), np.where(x1 < x2, height - 1, y2)
-        low = np.full((len(heights), 2), np.iinfo(np.int64).max)
-        high = np.full((len(heights), 2), -1)
+        low, high = np.full((len(heights), 2), np.iinfo(np.int64).max), np.full((len(heights), 2), -1)
         np.minimum.at(low, of, np.stack([x1, y1], axis=1))
         np.maximum.at(high, of, np.stack([x2, y2], axis=1))
         low[high[:, 0] < 0] = 0
@@ -319,7 +316,7 @@ class RunTable:
         asking, asked = np.where(fewer, first, second), np.where(fewer, second, first)
         found = np.zeros(len(asking), np.int64)
         counts = self.lengths[asking] // 2 * 2
-        for part in _parts(counts):
+        for part in slices_of(counts, _QUERIES_AT_ONCE):
             count = counts[part]
             pair = np.repeat(np.arange(len(count)), count)
             step = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
@@ -332,9 +329,9 @@ class RunTable:
         return found
 
 
-def _parts(counts: NDArray[np.int64]) -> Iterator[slice]:
-    """Yield slices of rows whose counts add up to about ``_QUERIES_AT_ONCE``."""
-    blocks = np.cumsum(counts) // _QUERIES_AT_ONCE
+def slices_of(counts: NDArray[np.int64], most: int) -> Iterator[slice]:
+    """Yield slices of rows whose counts add up to about ``most``."""
+    blocks = np.cumsum(counts) // most
     borders = np.flatnonzero(np.diff(blocks, prepend=-1, append=-1)) if len(counts) else np.zeros(1, int)
     for start, stop in itertools.pairwise(borders.tolist()):
         yield slice(start, stop)

@@ -72,6 +72,14 @@ class Prediction:
         classes: np.ndarray = self.found.classes
         return classes
 
+    @property
+    def masks(self) -> np.ndarray:
+        """bool [n, H, W] the pixels of each object. Raise ConfigError if the network finds no masks."""
+        masks = self.task.bitmaps(self.found, self.image_bgr.shape[:2])
+        if masks is None:
+            raise ConfigError(f"masks: the network finds {self.task.name}", hint="weights of a -seg network")
+        return masks
+
     def __repr__(self) -> str:
         """Return path, size and counts of classes; the pixels would fill the screen."""
         height, width = self.image_bgr.shape[:2]
@@ -116,7 +124,7 @@ class Prediction:
         return Predictions([self]).to_coco()
 
     def to_supervision(self) -> supervision.Detections:
-        """Return the boxes as ``Detections`` of the package supervision, with ``class_name`` in its data.
+        """Return the boxes, and masks, as ``Detections`` of the package supervision, with ``class_name`` in its data.
 
         Raises:
             ConfigError: supervision is not installed.
@@ -124,6 +132,7 @@ class Prediction:
         names = np.array([class_name(self.names, c) for c in self.classes.tolist()], dtype=str)
         return imported("supervision").Detections(
             xyxy=self.boxes_xyxy_px,
+            mask=self.task.bitmaps(self.found, self.image_bgr.shape[:2]),
             confidence=self.scores,
             class_id=self.classes,
             data={"class_name": names},
@@ -246,6 +255,8 @@ class Predictions(list[Prediction]):
                 xywh = [left, top, round(right - left, 2), round(bottom - top, 2)]
                 owner = {"id": len(annotations) + 1, "image_id": image_id, "category_id": box["class"]}
                 area = {"bbox": xywh, "area": round(xywh[2] * xywh[3], 2), "iscrowd": 0}
+                if "segmentation" in box:
+                    area |= {"area": box["area_px"], "segmentation": box["segmentation"]}
                 annotations.append({**owner, **area, "score": box["score"]})
         names = self[0].names if self else ()
         classes = range(max([len(names), *(one["category_id"] + 1 for one in annotations)]))

@@ -31,6 +31,7 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import emit_json, make_folder, write_csv, write_json, write_text
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import DataError, StorageError, YolofleetError
+from yolofleet.tasks.boxes.files import yolo_text
 
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
@@ -249,22 +250,15 @@ class Output(Closing):
 
 
 def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
-    """Return a line per box, with the score at its end if ``scores``.
+    """Return a line per object, with the score at its end if ``scores``.
 
-    ``form`` yolo: ``class cx cy w h`` as fractions of the image; voc: ``class x1 y1 x2 y2`` in pixels.
+    ``form`` yolo: ``class cx cy w h``, or the points of a polygon, as fractions of the image; voc: ``class x1 y1 x2 y2`` in pixels.
     """
     height, width = prediction.image_bgr.shape[:2]
-    boxes: np.ndarray = prediction.boxes_xyxy_px.astype(np.float64)
+    values = list(prediction.boxes_xyxy_px.astype(np.float64))
     if form == "yolo":
-        size = boxes[:, 2:] - boxes[:, :2]
-        boxes = np.concatenate([boxes[:, :2] + size / 2, size], axis=1) / [width, height, width, height]
-    lines = []
-    for c, box, score in zip(
-        prediction.classes.tolist(), boxes.tolist(), prediction.scores.tolist(), strict=True
-    ):
-        numbers = [*box, *([score] if scores else [])]
-        lines.append(" ".join([str(c), *(f"{number:.6g}" for number in numbers)]))
-    return "\n".join(lines) + "\n"
+        values = prediction.task.yolo_values(prediction.found, (width, height))
+    return yolo_text(prediction.classes, values, prediction.scores if scores else None)
 
 
 def csv_rows(predictions: list[dict[str, Any]]) -> Iterator[Sequence[object]]:

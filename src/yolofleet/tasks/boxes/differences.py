@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from yolofleet.data.geometry.boxes import Decoded, clip_xyxy, iou_matrix, xyxy_from_cxcywh
 from yolofleet.tasks.boxes.found import FoundBoxes
@@ -28,27 +29,28 @@ def decoded_difference(
     if ours.rows.shape != theirs.rows.shape or not (ours.rows - theirs.rows).isfinite().all():
         return FAR
     images, rows = ours.rows.shape[:2]
-    mine, found = (
-        torch.cat(
-            [
-                clip_xyxy(xyxy_from_cxcywh(d.boxes), size_hw),
-                d.objectness[..., None],
-                d.probabilities,
-                d.scores,
-            ],
-            2,
-        )
-        for d in (ours, theirs)
-    )
+    mine, found = (_values(decoded, size_hw) for decoded in (ours, theirs))
     if not in_order:
-        from scipy.optimize import linear_sum_assignment  # no benchmark loads scipy
-
-        units = torch.tensor(UNITS).repeat_interleave(torch.tensor([4, mine.shape[2] - 4]))
-        costs = torch.cdist(mine / units, found / units, p=torch.inf)  # [N, K, K]
-        partners = [linear_sum_assignment(cost)[1] for cost in costs.numpy()]
-        found = torch.stack([rows[order] for rows, order in zip(found, partners, strict=True)])
+        order = partners_of(ours, theirs, size_hw)
+        found = torch.stack([rows[partners] for rows, partners in zip(found, order, strict=True)])
     sides, scores = (mine - found).abs().split([4, mine.shape[2] - 4], 2)
     return Difference(float(sides.max()), float(scores.max()), images * rows)
+
+
+def _values(decoded: Decoded, size_hw: tuple[int, int]) -> Tensor:
+    """Return what is compared: [N, K, 4 sides, objectness, C class probabilities, C scores]."""
+    boxes = clip_xyxy(xyxy_from_cxcywh(decoded.boxes), size_hw)
+    return torch.cat([boxes, decoded.objectness[..., None], decoded.probabilities, decoded.scores], 2)
+
+
+def partners_of(ours: Decoded, theirs: Decoded, size_hw: tuple[int, int]) -> Tensor:
+    """Return int64 [N, K]: the row of ``theirs`` that stands for each row of ``ours``, in a one-to-one assignment."""
+    from scipy.optimize import linear_sum_assignment  # no benchmark loads scipy
+
+    mine, found = (_values(decoded, size_hw) for decoded in (ours, theirs))
+    units = torch.tensor(UNITS).repeat_interleave(torch.tensor([4, mine.shape[2] - 4]))
+    costs = torch.cdist(mine / units, found / units, p=torch.inf)  # [N, K, K]
+    return torch.from_numpy(np.stack([linear_sum_assignment(cost)[1] for cost in costs.numpy()]))
 
 
 def partners_difference(ours: FoundBoxes, theirs: FoundBoxes, *, above: float) -> Difference:

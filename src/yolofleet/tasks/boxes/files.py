@@ -51,16 +51,28 @@ def detections_as_yolo_txt(
 
     A line is ``class cx cy w h [score]``, as fractions of the image.
     """
-    lines: dict[int, list[str]] = {}
     size = index.sizes_wh[detections.image]
     wh = detections.boxes_xywh_px[:, 2:] / size
-    centre = detections.boxes_xywh_px[:, :2] / size + wh / 2
-    for row, (image, c) in enumerate(
-        zip(detections.image.tolist(), detections.class_idx.tolist(), strict=True)
-    ):
-        numbers = [*centre[row], *wh[row], *([detections.score[row]] if scores else [])]
-        lines.setdefault(image, []).append(" ".join([str(c), *(f"{number:.6g}" for number in numbers)]))
-    return {image: "\n".join(text) + "\n" for image, text in lines.items()}
+    values = np.concatenate([detections.boxes_xywh_px[:, :2] / size + wh / 2, wh], axis=1)
+    texts = {}
+    for image in dict.fromkeys(detections.image.tolist()):
+        mine = detections.image == image
+        score = detections.score[mine] if scores else None
+        texts[image] = yolo_text(detections.class_idx[mine], values[mine], score)
+    return texts
+
+
+def yolo_text(
+    classes: np.ndarray, values: Sequence[np.ndarray] | np.ndarray, scores: np.ndarray | None
+) -> str:
+    """Return a line of class, values and score for each object that has values."""
+    columns = [[] for _ in classes] if scores is None else scores[:, None].tolist()
+    lines = [
+        " ".join([str(c), *(f"{number:.6g}" for number in (*numbers, *score))])
+        for c, numbers, score in zip(classes.tolist(), values, columns, strict=True)
+        if len(numbers)
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def analysed(

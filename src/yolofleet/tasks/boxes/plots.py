@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -131,14 +132,24 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Pat
 
 
 def draw_validation(
-    metrics: CocoMetrics, found: ScoredBoxes, index: DataIndex, folder: Path, note: Callable[[str], None]
+    metrics: CocoMetrics,
+    found: ScoredBoxes,
+    index: DataIndex,
+    folder: Path,
+    note: Callable[[str], None],
+    painted: Callable[[NDArray[np.uint8], int, Any], NDArray[np.uint8]] = lambda pixels, *_: pixels,
 ) -> None:
-    """Draw curves, the confusion matrix, and some images with labels and with detections."""
+    """Draw curves, the confusion matrix, and some images with labels and with detections.
+
+    Args:
+        painted: returns the pixels of an image with more than boxes; of the labels (None), or of these rows of ``found``.
+    """
     curves = f"the curves of the validation in {folder}"
     or_note(note, curves, plot_curves, metrics.curves, index.names, folder)
     matrix = folder / "confusion_matrix.png"
     or_note(note, matrix, plot_confusion, metrics.confusion, index.names, matrix)
-    or_note(note, f"the examples of the validation in {folder}", _draw_examples, found, index, folder)
+    examples = f"the examples of the validation in {folder}"
+    or_note(note, examples, _draw_examples, found, index, folder, painted)
 
 
 def draw_worst(
@@ -163,15 +174,22 @@ def draw_worst(
         write_bytes(folder / name, encoded.tobytes())
 
 
-def _draw_examples(found: ScoredBoxes, index: DataIndex, folder: Path) -> None:
+def _draw_examples(
+    found: ScoredBoxes,
+    index: DataIndex,
+    folder: Path,
+    painted: Callable[[NDArray[np.uint8], int, Any], NDArray[np.uint8]],
+) -> None:
     truths, detections = [], []
     for image in np.unique(found.image)[:SHOWN].tolist():
         pixels, title = read_image(index.path(image)), Path(index.path(image)).name
         labels = labels_of(index, np.array([image]))
-        truths.append(Picture(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, None, title))
+        true = painted(pixels, image, None)
+        truths.append(Picture(true, _corners(labels.boxes_xywh_px), labels.class_idx, None, title))
         rows = (found.image == image) & (found.score >= SHOWN_SCORE)
         boxes = _corners(found.boxes_xywh_px[rows])
-        detections.append(Picture(pixels, boxes, found.class_idx[rows], found.score[rows], title))
+        seen = painted(pixels, image, rows)
+        detections.append(Picture(seen, boxes, found.class_idx[rows], found.score[rows], title))
     plot_pictures(truths, index.names, folder / "val_labels.jpg", most=SHOWN)
     plot_pictures(detections, index.names, folder / "val_predictions.jpg", most=SHOWN)
 

@@ -21,6 +21,7 @@ from yolofleet.tasks.boxes.coco import CocoMetrics, summarize
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.boxes.matching import (
     AREA_RANGES_PX,
+    Labels,
     MatchRecords,
     ScoredBoxes,
     confusion_matrix,
@@ -74,16 +75,7 @@ class Boxes(Task):
     def judged(
         self, index: DataIndex, images: np.ndarray, results: ScoredBoxes, classes: Sequence[int] | None
     ) -> Arrays:
-        labels = labels_of(index, images, classes)
-        # position -> order of ids
-        place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))
-        records = match_detections(
-            replace(labels, image=place[labels.image]),
-            replace(results, image=place[results.image]),
-            classes=len(index.names),
-            images_seen=len(images),
-        )
-        return {**vars(records), "confusion": confusion_matrix(labels, results, len(index.names))}
+        return compared(index, images, labels_of(index, images, classes), results)
 
     def metrics(self, parts: Sequence[Mapping[str, np.ndarray]], names: Sequence[str]) -> CocoMetrics:
         records = merge([MatchRecords(*(part[one.name] for one in fields(MatchRecords))) for part in parts])
@@ -118,6 +110,28 @@ class Boxes(Task):
             )
         ]
 
+    def yolo_values(self, found: FoundBoxes, size_wh: tuple[int, int]) -> list[np.ndarray]:
+        low, high = np.split(found.boxes_xyxy_px.astype(np.float64), 2, axis=1)
+        wh = high - low
+        return list(np.concatenate([low + wh / 2, wh], axis=1) / (size_wh * 2))
+
+    def yolo_texts(self, results: ScoredBoxes, index: DataIndex, *, scores: bool) -> dict[int, str]:
+        from yolofleet.tasks.boxes.files import detections_as_yolo_txt
+
+        return detections_as_yolo_txt(results, index, scores=scores)
+
+    def coco_results(
+        self, results: ScoredBoxes, index: DataIndex, category_ids: Sequence[Any] | None
+    ) -> list[dict[str, Any]]:
+        from yolofleet.tasks.boxes.files import detections_as_coco_json
+
+        return detections_as_coco_json(results, index.ids, category_ids)
+
+    def analysed(self, *asked: Any) -> dict[str, Any]:
+        from yolofleet.tasks.boxes.files import analysed
+
+        return analysed(*asked)
+
     def tables(self, metrics: CocoMetrics) -> list[tuple[str, list[str], list[list[str]]]]:
         from yolofleet.runs.report.screen_table import figure_text
 
@@ -148,6 +162,19 @@ class Boxes(Task):
 
     def check(self, asked: Mapping[str, bool]) -> None:
         pass
+
+
+def compared(index: DataIndex, images: np.ndarray, labels: Labels, results: ScoredBoxes) -> Arrays:
+    """Return what ``Task.judged`` does of these labels."""
+    # position -> order of ids
+    place = np.argsort(np.argsort(np.asarray(index.image_ids), kind="stable"))
+    records = match_detections(
+        replace(labels, image=place[labels.image]),
+        replace(results, image=place[results.image]),
+        classes=len(index.names),
+        images_seen=len(images),
+    )
+    return {**vars(records), "confusion": confusion_matrix(labels, results, len(index.names))}
 
 
 BOXES = Boxes()

@@ -41,8 +41,6 @@ from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import or_note
 from yolofleet.storage.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.tasks.boxes.files import analysed, detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.table import task_of
 from yolofleet.training.pages import draw_validation
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
@@ -201,20 +199,18 @@ def _write(
     category_ids: Sequence[Id] | None,
 ) -> None:
     figures = evaluation_figures(evaluation)
-    if evaluation.task is BOXES:
-        classes = class_numbers(config.classes, index.names) or None
-        found = evaluation.detections
-        figures |= analysed(config, folder.path, found, index, classes, console)
+    task, found = evaluation.task, evaluation.detections
+    classes = class_numbers(config.classes, index.names) or None
+    figures |= task.analysed(config, folder.path, found, index, classes, console)
     write_json(folder.results_json, figures)
     emit_json(figures, config.json_out)
     per_class = evaluation.metrics.per_class
     rows = [[name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items()]
     write_csv(folder.path / "per_class.csv", [["class", *next(iter(per_class.values()), {})], *rows])
     if config.save_json:
-        results = detections_as_coco_json(evaluation.detections, index.ids, category_ids)
-        write_json(folder.path / "predictions.json", results)
+        write_json(folder.path / "predictions.json", task.coco_results(found, index, category_ids))
     if config.save_txt:
-        texts = detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf)
+        texts = task.yolo_texts(found, index, scores=config.save_conf)
         stems, base = Stems(), common_folder({Path(path).parent for path in index.paths})
         names = [stems.of_file(path, base) for path in index.paths]
         for image, text in texts.items():

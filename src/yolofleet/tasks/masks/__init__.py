@@ -1,0 +1,1 @@
+"""Instance masks of objects, with their boxes."""
