@@ -26,10 +26,11 @@ def task_of(model: Any) -> Task:
         module, name = BUILT_IN[model.task]
         task: Task = getattr(import_module(module), name)
         return task
-    found = {family.task.name: family.task for family in FAMILIES.values() if family.task is not None}
-    if model.task not in found:
+    own = {family.task.name: family.task for family in FAMILIES.values() if family.task is not None}
+    if model.task not in own:
         raise ConfigError(
             f"the network finds {model.task!r}, a task of a recipe class, which must be named",
             hint="--recipe-class FILE.py:CLASS",
         )
-    return found[model.task]
+    found: Task = own[model.task]
+    return found

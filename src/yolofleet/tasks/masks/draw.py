@@ -40,7 +40,7 @@ def one_polygon(mask: rle.Mask) -> np.ndarray:
     return whole
 
 
-def painted(image: np.ndarray, masks: Sequence[rle.Mask], classes: np.ndarray) -> np.ndarray:
+def painted(image: np.ndarray, masks: Sequence[rle.Mask] | np.ndarray, classes: np.ndarray) -> np.ndarray:
     """Return a copy of an image uint8 [H, W, 3] BGR with masks and their outlines, the first one on top."""
     image = np.ascontiguousarray(image).copy()
     pen = max(1, round(sum(image.shape[:2]) / 1200))

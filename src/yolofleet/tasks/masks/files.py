@@ -38,6 +38,6 @@ def masks_as_yolo_txt(found: ScoredMasks, index: DataIndex, *, scores: bool) -> 
     return texts
 
 
-def yolo_values(masks: Sequence[rle.Mask]) -> list[np.ndarray]:
+def yolo_values(masks: Sequence[rle.Mask] | np.ndarray) -> list[np.ndarray]:
     """Return the points x, y of the polygon of each mask as fractions of the image; none for an empty mask."""
     return [(one_polygon(mask) / mask.size_hw[::-1]).ravel() for mask in masks]

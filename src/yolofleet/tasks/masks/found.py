@@ -72,9 +72,10 @@ def native_mask(
         box_xyxy_px: [4] in pixels of the image.
     """
     height, width = back.native_hw
-    (left, right), (top, bottom) = (
-        _pixels(box_xyxy_px[axis], box_xyxy_px[axis + 2], side) for axis, side in ((0, width), (1, height))
-    )
+    sides = np.array([width, height, width, height])
+    # the first pixel whose centre is not before an edge; an exported file of others may give NaN
+    edges = np.clip(np.ceil(np.nan_to_num(box_xyxy_px) - 0.5), 0, sides).astype(int).tolist()
+    left, top, right, bottom = *edges[:2], max(edges[0], edges[2]), max(edges[1], edges[3])
     x0, x1, across = _between(left, right, back.pad_left, back, prototypes.shape[2], 1)
     y0, y1, down = _between(top, bottom, back.pad_top, back, prototypes.shape[1], 0)
     inside = np.zeros((right - left, bottom - top), bool)  # column by column, as run lengths are
@@ -87,15 +88,10 @@ def native_mask(
         for start in range(0, right - left, band):
             of = slice(start, start + band)
             columns = _mixed(cells[x0[of] - first_x], cells[x1[of] - first_x], across[of, None])
-            logits = _mixed(*(np.take(columns, at - first_y, axis=1) for at in (y0, y1)), down)
+            upper, lower = (np.take(columns, at - first_y, axis=1) for at in (y0, y1))
+            logits = _mixed(upper, lower, down)
             np.greater(logits, 0, out=inside[of])
     return rle.Mask(back.native_hw, rle.encode(inside.T, back.native_hw, (left, top)))
-
-
-def _pixels(low: float, high: float, side: int) -> tuple[int, int]:
-    """Return the first pixel whose centre is not before ``low``, and the first one whose centre is not before ``high``."""
-    first, last = (int(np.clip(np.ceil(np.nan_to_num(edge) - 0.5), 0, side)) for edge in (low, high))
-    return first, max(first, last)
 
 
 def _between(

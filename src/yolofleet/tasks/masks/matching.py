@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from yolofleet.tasks.boxes.matching import Labels, ScoredBoxes, labels_of, rows_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_RUNS_AT_ONCE = 1 << 20  # of the masks that are compared together: about 60 MB
+_RUNS_AT_ONCE = 1 << 18  # of masks that are looked at together: about 20 MB
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,17 @@ class _Masks(Table):
     def columns(masks: Sequence[NDArray[np.uint32]], heights: NDArray[np.int64]) -> dict[str, Any]:
         """Return the columns of this class, of masks in images of these heights."""
         lengths = np.array([len(runs) for runs in masks], np.int64)
-        runs = np.concatenate([np.zeros(0, np.uint32), *masks])
-        table = rle.RunTable(runs, lengths)
-        around = table.boxes_xywh(heights)
-        return {"lengths": lengths, "pixels": table.areas, "around_xywh_px": around, "runs": runs}
+        pixels, around = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)]
+        for part in rle.slices_of(lengths, _RUNS_AT_ONCE):
+            table = rle.RunTable(np.concatenate(masks[part]), lengths[part])
+            pixels.append(table.areas)
+            around.append(table.boxes_xywh(heights[part]))
+        return {
+            "lengths": lengths,
+            "pixels": np.concatenate(pixels),
+            "around_xywh_px": np.concatenate(around),
+            "runs": np.concatenate([np.zeros(0, np.uint32), *masks]),
+        }
 
     def rows(self, chosen: Any) -> Self:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -126,7 +133,7 @@ def mask_labels_of(
     """
     labels = labels_of(index, positions)
     sizes = np.asarray(index.sizes_wh[labels.image], np.int64)
-    masks = [index.runs(row) for row in rows_of(index, positions).tolist()]
+    masks = [cast(Any, index).runs(row) for row in rows_of(index, positions).tolist()]
     boxed = np.array([not len(runs) for runs in masks], bool)
     for row in np.flatnonzero(boxed).tolist():
         masks[row] = box_runs(labels.boxes_xywh_px[row], (int(sizes[row, 1]), int(sizes[row, 0])))

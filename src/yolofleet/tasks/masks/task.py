@@ -162,8 +162,11 @@ class Masks(Task):
         return BOXES.analysed(*asked)
 
     def tables(self, metrics: MaskMetrics) -> list[tuple[str, list[str], list[list[str]]]]:
-        masks = [(f"masks {title}", *table) for title, *table in BOXES.tables(metrics.masks)]
-        return BOXES.tables(metrics) + masks
+        of_masks = BOXES.tables(metrics.masks)
+        return [
+            *BOXES.tables(metrics),
+            *((f"masks {title}", columns, rows) for title, columns, rows in of_masks),
+        ]
 
     def plots(
         self,
