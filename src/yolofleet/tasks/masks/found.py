@@ -74,8 +74,8 @@ def native_mask(
     height, width = back.native_hw
     sides = np.array([width, height, width, height])
     # the first pixel whose centre is not before an edge; an exported file of others may give NaN
-    edges = np.clip(np.ceil(np.nan_to_num(box_xyxy_px) - 0.5), 0, sides).astype(int).tolist()
-    left, top, right, bottom = *edges[:2], max(edges[0], edges[2]), max(edges[1], edges[3])
+    edges = np.clip(np.ceil(np.nan_to_num(box_xyxy_px) - 0.5), 0, sides).astype(int)
+    left, top, right, bottom = map(int, (*edges[:2], *np.maximum(edges[:2], edges[2:])))
     x0, x1, across = _between(left, right, back.pad_left, back, prototypes.shape[2], 1)
     y0, y1, down = _between(top, bottom, back.pad_top, back, prototypes.shape[1], 0)
     inside = np.zeros((right - left, bottom - top), bool)  # column by column, as run lengths are
