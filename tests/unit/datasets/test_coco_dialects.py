@@ -322,7 +322,9 @@ def test_problems_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_pat
     assert index.problem_kinds == kinds
     text = index.problems_text() + "\n".join(index.assumed)
     assert "annotation no. 2 of a.png: box" in text and "annotation no. 3: iscrowd is 5, not 0 or 1" in text
-    assert "annotation 6: it has no bbox of four numbers and only a mask (RLE) (entries like this: 2)" in text
+    assert (
+        "annotation 6: it has no bbox, and its mask cannot be read: counts has characters other than" in text
+    )
     assert "annotation 4: area is 'big', not a number: width x height is taken" in text
     assert index.area_px.tolist() == [300, 300, 300]
 

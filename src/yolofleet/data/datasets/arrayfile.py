@@ -25,6 +25,7 @@ from yolofleet.storage.caches import cache_folder
 _DTYPES = {
     "U8": np.uint8,
     "U16": np.uint16,
+    "U32": np.uint32,
     "BOOL": np.bool_,
     "I32": np.int32,
     "I64": np.int64,
@@ -39,7 +40,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
     """Replace ``path`` atomically with a file of these arrays.
 
     Args:
-        arrays: uint8, uint16, bool, int32, int64, float32 or float64, any shape.
+        arrays: uint8, uint16, uint32, bool, int32, int64, float32 or float64, any shape.
         meta: strings for the header; the key ``crc32`` is reserved.
     Raises:
         OSError: the disk is full, read-only or missing; ``path`` is unchanged.

@@ -27,7 +27,15 @@ from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import size_of_boxes, turned
 from yolofleet.data.datasets.arrayfile import arrays_of, cached_arrays
 from yolofleet.data.datasets.bigjson import JsonError, read_lists
-from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
+from yolofleet.data.datasets.cocotable import (
+    HINT,
+    CocoTable,
+    TableBuilder,
+    annotation_text,
+    order_of_ids,
+    places_of,
+    runs_of,
+)
 from yolofleet.data.datasets.labels import Id, Outlines, Problem, ProblemLog, RawLabels, offsets_of
 from yolofleet.data.datasets.reader import (
     ABSENT,
@@ -39,11 +47,12 @@ from yolofleet.data.datasets.reader import (
     stamp,
 )
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Format, Splits, SplitSource
+from yolofleet.data.geometry.rle import Mask
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, screen_line
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 class CocoFiles(SplitReader):
@@ -67,6 +76,7 @@ class CocoFiles(SplitReader):
         self.table, self.problems = table, problems + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
+        self.has_masks = bool(len(table.rle_rows))
         self.key_text = repr((table.path, stamp(table.path), table.problems))
         known = {category: number for number, category in enumerate(category_ids)}
         if names and len(set(names)) == len(names):  # files may number the same names in other ways
@@ -109,7 +119,40 @@ class CocoFiles(SplitReader):
             table.area_px[first:last],
             empty=int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
             outlines=self._outlines(first, last, size, turn),
+            masks=self._masks(start, first, last, image, sizes_wh, log),
         )
+
+    def _masks(
+        self, start: int, first: int, last: int, image: np.ndarray, sizes_wh: np.ndarray, log: ProblemLog
+    ) -> dict[int, Mask]:
+        """Return the masks of annotations ``first:last`` that stand as run lengths, by their place in it; report the others.
+
+        Args:
+            start: the number of the first image; ``image`` [last - first] counts from it.
+            sizes_wh: of the images as they are; a mask must have this size.
+        """
+        found: dict[int, Mask] = {}
+        for row in sorted(self._mask_at.keys() & set(range(first, last))) if len(self.table.rle_hw) else ():
+            number, at = self._mask_at[row], int(image[row - first])
+            size = tuple(self.table.rle_hw[number].tolist())
+            height, width = sizes_wh[at].tolist()[::-1]
+            try:
+                if min(height, width) <= 0:
+                    continue
+                if size != (height, width):
+                    raise ValueError(f"it is {size[1]} x {size[0]} pixels, and the image {width} x {height}")
+                found[row - first] = Mask(size, runs_of(self.table.counts_text(number), size))
+            except ValueError as problem:
+                path, line, opening = self.place(start + at, int(self.table.annotation_ids[row]))
+                log.add(
+                    Problem(path, line, f"{opening}its mask cannot be read: {problem}", "mask-unreadable")
+                )
+        return found
+
+    @cached_property
+    def _mask_at(self) -> dict[int, int]:
+        """The number of the mask of each annotation that has run lengths."""
+        return {row: number for number, row in enumerate(self.table.rle_rows.tolist()) if row >= 0}
 
     @cached_property
     def _is_whole(self) -> bool:
@@ -228,13 +271,14 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points_px=outlines.points,
+        rle_rows=np.append(places_of(order, len(owner_of)), -1)[table.rle_rows],
         problems=(*table.problems, *problems),
         **{name: getattr(table, name)[order] for name in columns},
     )
     return joined, kept
 
 
-def table_with_sides(path: Path, paths: Iterable[Path]) -> CocoTable:
+def table_with_sides(path: Path, paths: Iterable[Path], *, masks: bool = False) -> CocoTable:
     """Return the table of a file; boxes of another form of ``forms.FORMS`` become x, y, width, height.
 
     Args:
@@ -247,11 +291,12 @@ def table_with_sides(path: Path, paths: Iterable[Path]) -> CocoTable:
     whole = forms.form_of(sum((load_table(one).evidence for one in paths), np.zeros_like(own)), forms.SIDES)
     form = whole if whole is not None and own[1 + whole] * 100 <= own[0] else forms.form_of(own, forms.SIDES)
     if form == forms.SIDES:
-        return table
+        return load_table(path, masks=True) if masks else table
     what = forms.form_in_words(own, forms.SIDES)
     if form is None:
         raise DataError(f"{path}: {what}", hint="write x, y, width, height in pixels")
     low, high = forms.low_and_high(form, table.boxes_xywh_px)
+    table = load_table(path, masks=masks)
     problem = ("numbers-assumed", f"{what}: taken as {forms.FORMS[form]}", len(low))
     return replace(
         table, boxes_xywh_px=np.concatenate([low, high - low], axis=1), problems=(*table.problems, problem)
@@ -288,19 +333,23 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
     return kept, note if left_out else ""
 
 
-def load_table(path: Path) -> CocoTable:
-    """Return the table of an annotation file, from the cache folder if it is stored there. Raises DataError."""
+def load_table(path: Path, *, masks: bool = False) -> CocoTable:
+    """Return the table of an annotation file, from the cache folder if it is stored there. Raises DataError.
+
+    Args:
+        masks: with masks, and with outlines as exact as they stand in the file.
+    """
     try:
         about = path.stat()
     except (OSError, ValueError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}") from None
-    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns)
+    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns, masks)
 
 
 @lru_cache(maxsize=4)
-def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
-    text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
-    return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
+def _load_table(path: str, size: int, modified_ns: int, masks: bool) -> CocoTable:
+    text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}" + "\0masks" * masks
+    return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path, masks=masks))))
 
 
 _AS_TEXT = ("file_names", "categories", "image_ids", "problems")  # of CocoTable
@@ -319,9 +368,9 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
     return CocoTable(path=path, **columns)
 
 
-def parse_json(path: str) -> CocoTable:
+def parse_json(path: str, *, masks: bool = False) -> CocoTable:
     """Parse a COCO instances file. Raises DataError."""
-    builder = TableBuilder(path)
+    builder = TableBuilder(path, masks=masks)
     add = {"images": builder.add_image, "categories": builder.add_category}
     seen: Counter[str] = Counter()  # entries of each list, and one for its beginning
     try:
@@ -383,7 +432,7 @@ def _folded(name: str) -> str:
 
 
 def _reader(source: SplitSource, spec: DatasetSpec, _: object) -> CocoFiles:
-    table = table_with_sides(source.path, _files_of(spec, spec.splits))
+    table = table_with_sides(source.path, _files_of(spec, spec.splits), masks=spec.masks)
     return CocoFiles(table, source.image_roots, spec.category_ids or (), spec.names)
 
 

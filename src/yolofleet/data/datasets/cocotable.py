@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Collection, Iterable
@@ -13,8 +14,10 @@ import numpy as np
 from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import around_rotated, flag_of, number_of, same_number, stated_size
 from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
+from yolofleet.data.geometry import rle
 from yolofleet.support.errors import DataError
 
+MOST_COUNTS = 1 << 22  # run lengths of a mask, or characters of them: more than that of any drawn object
 HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
 
 
@@ -33,7 +36,10 @@ class CocoTable:
         boxes_xywh_px: float64 [M, 4].
         crowd: bool [M], a crowd region, or ``ignore`` is set.
         area_px: float64 [M], NaN where not given.
-        polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
+        polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2], float64 if masks are read.
+        rle_rows: int64 [K] annotations with a mask as run lengths; -1 for one of no listed image.
+        rle_hw, rle_offsets, rle_text: int64 [K, 2] the sizes of these masks, int64 [K + 1] and uint8, their counts as JSON. Of
+            no use if masks are not read: then they are empty.
         evidence: see ``forms.evidence_of``; of the stated sizes.
         problems: of the file: (kind, the first one in words, how many there are).
     """
@@ -52,8 +58,30 @@ class CocoTable:
     polygon_counts: np.ndarray
     point_counts: np.ndarray
     points_px: np.ndarray
+    rle_rows: np.ndarray
+    rle_hw: np.ndarray
+    rle_offsets: np.ndarray
+    rle_text: np.ndarray
     evidence: np.ndarray
     problems: tuple[tuple[str, str, int], ...]
+
+    def counts_text(self, number: int) -> str:
+        """Return the counts of the mask ``number`` of the K masks, as JSON."""
+        start, stop = self.rle_offsets[number : number + 2].tolist()
+        return self.rle_text[start:stop].tobytes().decode("ascii")
+
+
+def runs_of(text: str, size_hw: tuple[int, int]) -> np.ndarray:
+    """Return the run lengths of a mask, from its ``counts`` as JSON. Raise ValueError, with the reason, if they are not usable."""
+    counts = json.loads(text)
+    if not isinstance(counts, str | list):
+        raise ValueError("counts is neither a text nor a list")
+    if len(counts) > MOST_COUNTS:
+        raise ValueError(f"counts has {len(counts)} entries")
+    try:
+        return rle.from_text(counts, size_hw) if isinstance(counts, str) else rle.checked(counts, size_hw)
+    except (TypeError, OverflowError):
+        raise ValueError("run lengths must be whole numbers") from None
 
 
 def order_of_ids(ids: Iterable[Id]) -> list[tuple[bool, float, str]]:
@@ -73,14 +101,21 @@ def annotation_text(number: int) -> str:
 class TableBuilder:
     """Collects images, annotations and categories in any order; takes about 65 bytes an annotation."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, *, masks: bool = False) -> None:
+        self.path, self._masks = path, masks
         self._images, self._categories = dict[Id, int](), dict[Id, int]()  # numbers in the order of the file
         self._image_at, self._sizes_wh = array("q"), array("i")
         self._file_names: list[str] = []
         self._of_image, self._ids, self._category_at = array("q"), array("q"), array("q")
         self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
-        self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
+        self._polygon_counts, self._point_counts = array("q"), array("q")
+        self._points_px = array("d" if masks else "f")
+        self._rle_rows, self._rle_hw, self._rle_ends, self._rle_text = (
+            array("q"),
+            array("q"),
+            array("q"),
+            bytearray(),
+        )
         self._names: dict[int, str] = {}  # by number of the category
         self._parents: dict[int, str] = {}
         self._problems: dict[tuple[str, str], tuple[str, int]] = {}
@@ -133,16 +168,27 @@ class TableBuilder:
             if flag is None:
                 self._problem("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
                 return
-        polygons = [] if flags["iscrowd"] else _polygons_of(entry.get("segmentation"))
+        outline = entry.get("segmentation")
+        polygons = [] if flags["iscrowd"] and not self._masks else _polygons_of(outline)
         if not box and polygons:
             corners = np.concatenate([np.reshape(polygon, (-1, 2)) for polygon in polygons])
             low, high = corners.min(0), corners.max(0)
             box = [*low.tolist(), *(high - low).tolist()]
             what = f"{where}it has no bbox, so the box around its polygons is taken"
             self._problem("box-derived", "bbox", what)
+        if not box and isinstance(outline, dict):
+            box, what = _box_of_mask(outline)
+            if box:
+                self._problem(
+                    "box-derived", "bbox", f"{where}it has no bbox, so the box around its mask is taken"
+                )
+            else:
+                self._problem(
+                    "label-stray", "mask", f"{where}it has no bbox, and its mask cannot be read: {what}"
+                )
+                return
         if not isinstance(box, list) or len(box) != 4:
-            mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
-            self._problem("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
+            self._problem("label-stray", "bbox", f"{where}it has no bbox of four numbers")
             return
         numbers = [number_of(value) for value in box]
         for value, found in zip(box, numbers, strict=True):
@@ -171,6 +217,13 @@ class TableBuilder:
         for polygon in polygons:
             self._point_counts.append(len(polygon) // 2)
             self._points_px.extend(polygon)
+        if isinstance(outline, dict) and (self._masks or not flags["iscrowd"]):
+            self._rle_rows.append(len(self._ids) - 1)
+            if self._masks:
+                size, counts = _size_of_mask(outline), outline.get("counts")
+                self._rle_hw.extend(size or (0, 0))
+                self._rle_text += json.dumps(counts if isinstance(counts, str | list) else None).encode()
+            self._rle_ends.append(len(self._rle_text))
 
     def table(self) -> CocoTable:
         """Return the sorted table. Raise DataError if an image id occurs twice or a category is not listed."""
@@ -198,7 +251,8 @@ class TableBuilder:
         rows = rows[np.argsort(owner[rows], kind="stable")]
         category_at, categories = self._sorted_categories(rows)
         counts = np.frombuffer(self._polygon_counts, np.int64), np.frombuffer(self._point_counts, np.int64)
-        points = np.frombuffer(self._points_px, np.float32).reshape(-1, 2)
+        points = np.frombuffer(self._points_px, self._points_px.typecode).reshape(-1, 2)
+        rle_rows = np.frombuffer(self._rle_rows, np.int64)
         outlines = Outlines(*counts, points).in_order(rows)
         boxes = np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows]
         if len(boxes) and (boxes <= 1).all():
@@ -222,6 +276,10 @@ class TableBuilder:
             polygon_counts=outlines.polygon_counts,
             point_counts=outlines.point_counts,
             points_px=outlines.points,
+            rle_rows=places_of(rows, len(owner))[rle_rows],
+            rle_hw=np.frombuffer(self._rle_hw, np.int64).reshape(-1, 2),
+            rle_offsets=np.append(0, np.frombuffer(self._rle_ends, np.int64)),
+            rle_text=np.frombuffer(bytes(self._rle_text), np.uint8),
             evidence=forms.evidence_of(boxes, sizes[owner[rows]], area),
             problems=tuple(
                 (kind, f"{what} (entries like this: {count})" if count > 1 else what, count)
@@ -273,6 +331,34 @@ class TableBuilder:
         return place[found], categories
 
 
+def places_of(rows: np.ndarray, count: int) -> np.ndarray:
+    """Return where each of ``count`` rows is in ``rows``; -1 if it is not there: int64 [count]."""
+    places = np.full(count, -1)
+    places[rows] = np.arange(len(rows))
+    return places
+
+
+def _size_of_mask(found: dict[str, Any]) -> tuple[int, int] | None:
+    """Return height and width that a mask states; None if they are not possible."""
+    size = found.get("size")
+    if isinstance(size, list) and len(size) == 2:
+        width, height = stated_size(size[1], size[0])
+        return (height, width) if height and width else None
+    return None
+
+
+def _box_of_mask(found: dict[str, Any]) -> tuple[list[float], str]:
+    """Return x, y, width, height of the box around a mask as run lengths; or [] and what is wrong."""
+    size = _size_of_mask(found)
+    if not size:
+        return [], f"size is {found.get('size')!r:.40}"
+    try:
+        box = rle.box(runs_of(json.dumps(found.get("counts")), size), size[0])
+    except ValueError as problem:
+        return [], str(problem)
+    return ([*map(float, box)], "") if box[2] else ([], "it is empty")
+
+
 def _number(ids: dict[Id, int], value: Any) -> int:
     """Return the number of an id, which is added if it is new; -1 if the value can be none."""
     if isinstance(value, bool) or not isinstance(value, Id):
@@ -285,7 +371,7 @@ def _number(ids: dict[Id, int], value: Any) -> int:
 def _polygons_of(found: object) -> list[list[float]]:
     """Return the polygons of a ``segmentation``, also one alone without a list around it.
 
-    Those that are not rows of finite numbers are left out, as are masks (RLE).
+    Those that are not rows of finite numbers are left out.
     """
     if not isinstance(found, list):
         return []

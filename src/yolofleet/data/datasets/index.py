@@ -13,6 +13,7 @@ Legend: N images, M labels, C classes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -77,6 +78,9 @@ class DataIndex:
             int64 [1] if all labels are boxes, because 8 bytes a label are a fifth of an index.
         point_offsets: int64 [Q + 1]: points of polygon q are rows point_offsets[q]:point_offsets[q + 1].
         points: uint16 [P, 2] x, y in ``OUTLINE_UNIT`` of the image's sides.
+        run_offsets: int64 [M + 1]: the mask of label j has the run lengths run_offsets[j]:run_offsets[j + 1]; none if it has no
+            mask. int64 [1] if masks were not read.
+        run_lengths: uint32 [R], COCO's run lengths, at the size of the image.
         problems: the first of ``problem_count`` problems.
         problem_kinds: number of labels or images that each kind of problem or assumption concerns (``labels.KINDS``).
         assumed: a line for each assumption about what the labels mean.
@@ -110,6 +114,8 @@ class DataIndex:
     empty: int = 0
     given_ids: Sequence[Id] = ()
     file: Path | None = field(default=None)
+    run_offsets: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    run_lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -146,7 +152,10 @@ class DataIndex:
         return labels.rows(~crowd) if crowd.any() else labels
 
     def outlines(self, image: int) -> list[list[np.ndarray]]:
-        """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image."""
+        """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image.
+
+        If masks were read, the direction of a polygon says whether it is a part or a hole; see ``MaskShapes``.
+        """
         start, stop = self.offsets[image : image + 2].tolist()
         rows = (start + np.flatnonzero(~self.crowd[start:stop])).tolist()
         return [self.outline(row) for row in rows]
@@ -159,12 +168,26 @@ class DataIndex:
         ends = self.point_offsets[first : stop + 1].tolist()
         return [self.points[a:b].astype(np.float32) / OUTLINE_UNIT for a, b in itertools.pairwise(ends)]
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether masks were read."""
+        return len(self.run_offsets) > 1
+
+    def runs(self, row: int) -> np.ndarray:
+        """Return the run lengths of the mask of one of the M labels, uint32; none if it has no mask."""
+        start, stop = self.run_offsets[row : row + 2].tolist()
+        return self.run_lengths[start:stop]
+
     def with_rows(self, keep: np.ndarray) -> DataIndex:
         """Return the index with only the labels that ``keep`` marks, bool [M]; all images stay. It is not stored."""
         outlines: dict[str, Any] = {}
         if len(self.points):
             counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
             outlines = outline_arrays(Outlines(*counts, self.points).of_rows(keep))
+        if self.has_runs:
+            run_counts = np.diff(self.run_offsets)
+            outlines["run_offsets"] = offsets_of(run_counts[keep])
+            outlines["run_lengths"] = self.run_lengths[np.repeat(keep, run_counts)]
         return replace(
             self,
             classes=self.classes[keep],
@@ -264,7 +287,10 @@ class DataIndex:
             "counts": json.dumps({name: getattr(self, name) for name in _COUNTS}),
         }
         problems = json.dumps([astuple(problem) for problem in self.problems]).encode()
-        write_arrays(file, {**arrays_of(self), "problems": np.frombuffer(problems, np.uint8)}, meta)
+        arrays = arrays_of(self)
+        if not self.has_runs:  # as an older version stored it
+            del arrays["run_offsets"], arrays["run_lengths"]
+        write_arrays(file, {**arrays, "problems": np.frombuffer(problems, np.uint8)}, meta)
 
     @staticmethod
     def load(file: Path, *, verify: bool = True) -> DataIndex | None:
@@ -303,6 +329,7 @@ def build_index(
     split: str,
     *,
     single_cls: bool = False,
+    masks: bool | None = False,
     workers: int = 0,
     strict: bool = True,
     problems_kept: int = MAX_PROBLEMS_KEPT,
@@ -316,6 +343,7 @@ def build_index(
 
     Args:
         single_cls: all classes become class 0.
+        masks: read masks too; ``outlines`` are then rings of ``MaskShapes``. None: if labels have any.
         workers: number of threads; 0 means 8.
         strict: raise if a label has a class that the data set does not have; else such labels are dropped.
         problems_kept: number of problems to keep in full; an index that was stored with fewer is built again.
@@ -327,7 +355,24 @@ def build_index(
             without any label.
         ConfigError: the data set has no such split.
     """
+    if masks is None:
+        again = functools.partial(
+            build_index,
+            spec,
+            split,
+            single_cls=single_cls,
+            workers=workers,
+            strict=strict,
+            problems_kept=problems_kept,
+            on_progress=on_progress,
+            ranks=ranks,
+        )
+        boxes = again()
+        if not len(boxes.points) and not any(reader.has_masks for reader in spec.readers(split)):
+            return boxes
+        return again(masks=True)
     log = ProblemLog(problems_kept)
+    spec = replace(spec, masks=bool(masks))
     readers = without_repeats(spec.readers(split), log)
     total = sum(len(reader.images) for reader in readers)
     if not total:
@@ -335,7 +380,8 @@ def build_index(
         seen = [f"{problem.what}; " for reader in readers for problem, _ in reader.problems]
         hint = "".join(seen) + "check the path; images end in .jpg, .png, .bmp, .webp or .tif"
         raise DataError(f"no images in {places}", source=spec.origin, hint=hint)
-    key = _key(spec, split, readers, single_cls=single_cls, strict=strict)
+    more = {"masks": True} if masks else {}
+    key = _key(spec, split, readers, single_cls=single_cls, strict=strict, **more)
     file = cache_folder("index") / f"{key}.arrays"
 
     def stored() -> DataIndex | None:
@@ -390,12 +436,16 @@ def _hash(*arrays: np.ndarray) -> str:
 def _digest(names: tuple[str, ...], arrays: dict[str, Any]) -> str:
     """Return a hash of what a training learns from; it does not depend on the folder of the data set.
 
-    Polygons are not part of it, because only ``copy_paste`` uses them; see :meth:`DataIndex.outline_digest`.
+    Polygons are part of it only where masks were read, because else only ``copy_paste`` uses them; see
+    :meth:`DataIndex.outline_digest`.
     """
     digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
     text, ends = arrays["path_bytes"].tobytes(), arrays["path_offsets"].tolist()
     for start, stop in itertools.pairwise(ends):
         digest.update(os.path.basename(text[start:stop]) + b"\0")
-    for name in ("image_ids", "sizes_wh", "offsets", "classes", "boxes_cxcywh_unit", "crowd", "area_px"):
+    columns = ["image_ids", "sizes_wh", "offsets", "classes", "boxes_cxcywh_unit", "crowd", "area_px"]
+    if len(arrays["run_offsets"]) > 1:
+        columns += ["polygon_offsets", "point_offsets", "points"]
+    for name in columns:
         digest.update(np.ascontiguousarray(arrays[name]).tobytes())
     return digest.hexdigest()

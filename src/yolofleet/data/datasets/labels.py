@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from yolofleet.data.geometry.rle import Mask
 from yolofleet.support.text import screen_line
 
 MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
@@ -72,6 +73,7 @@ KINDS = {
     "id-as-number": Kind(ASSUMED),  # the text "7" is the id 7
     "id-twice": Kind(ASSUMED),  # all entries are used; pycocotools or the results may differ
     "area-unreadable": Kind(ASSUMED),  # width x height is taken
+    "mask-unreadable": Kind("used as a box"),
     "labels-without-image": Kind("not used"),
     "shape-without-box": Kind("not used"),
     "label-joined": Kind("part of another label"),
@@ -223,6 +225,17 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return numbers
 
 
+class Parts(NamedTuple):
+    """The polygons of an object of several parts, each x1, y1, x2, y2, ..."""
+
+    parts: list[list[float]]
+
+
+Outline = (
+    list[float] | Parts | Mask
+)  # of a label: one polygon x1, y1, x2, y2, ..., [] for a box; several; or a bitmap
+
+
 @dataclass(frozen=True)
 class RawLabels:
     """Labels of a range of images, as they stand in the files.
@@ -238,6 +251,7 @@ class RawLabels:
         unusable: images (as in ``image``) whose label file cannot be read. They are left out, because an image
             without its labels would be trained on as background.
         outlines: of the labels that are polygons; None: all are boxes.
+        masks: of the labels that state run lengths or a bitmap, at the size of their image. Read only where masks are asked for.
     """
 
     image: np.ndarray
@@ -249,19 +263,26 @@ class RawLabels:
     empty: int = 0
     unusable: tuple[int, ...] = ()
     outlines: Outlines | None = None
+    masks: Mapping[int, Mask] = field(default_factory=dict)
 
     @staticmethod
-    def of_rows(rows: Sequence[tuple[int, int, list[float], bool, list[float]]], **counts: Any) -> RawLabels:
-        """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon).
+    def of_rows(rows: Sequence[tuple[int, int, list[float], bool, Outline]], **counts: Any) -> RawLabels:
+        """Return labels without areas; a row is (image, mark, values, crowd, its outline).
 
         Args:
             counts: the other attributes.
         """
-        image, mark, values, crowd, polygons = zip(*rows, strict=True) if rows else ((),) * 5
+        image, mark, values, crowd, found = zip(*rows, strict=True) if rows else ((),) * 5
+        masks = {row: one for row, one in enumerate(found) if isinstance(one, Mask)}
+        of_label = [
+            [] if row in masks else one.parts if isinstance(one, Parts) else [one] if one else []
+            for row, one in enumerate(found)
+        ]
+        polygons = [polygon for parts in of_label for polygon in parts]
         points = [number for polygon in polygons for number in polygon]
         outlines = Outlines(
-            np.array([bool(polygon) for polygon in polygons], np.int64),
-            np.array([len(polygon) // 2 for polygon in polygons if polygon], np.int64),
+            np.array([len(parts) for parts in of_label], np.int64),
+            np.array([len(polygon) // 2 for polygon in polygons], np.int64),
             np.array(points).reshape(-1, 2),
         )
         return RawLabels(
@@ -271,6 +292,7 @@ class RawLabels:
             np.array(crowd, bool),
             np.full(len(rows), np.nan),
             outlines=outlines if points else None,
+            masks=masks,
             **counts,
         )
 

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from yolofleet.data.datasets import forms
-from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
+from yolofleet.data.datasets.labels import Id, Outline, Problem, ProblemLog, RawLabels
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
@@ -35,8 +35,7 @@ Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)  # the file does not exist
 
 _Reader = TypeVar("_Reader", bound="SplitReader")
-# mark, values, crowd, polygon: see ``RawLabels.of_rows``
-LabelRow = tuple[int, list[float], bool, list[float]]
+LabelRow = tuple[int, list[float], bool, Outline]  # mark, values, crowd, outline: see ``RawLabels.of_rows``
 
 
 class LabelError(ValueError):
@@ -57,6 +56,7 @@ class SplitReader:
         form: which of ``forms.FORMS`` the numbers of a box have in this format; None: shapes have points of their own.
         problems: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
+        has_masks: whether labels have masks that are not polygons, which are read only where masks are asked for.
     """
 
     images: Sequence[str]
@@ -67,6 +67,7 @@ class SplitReader:
     bare_rows = False
     form: int | None = forms.CENTRE
     problems: Sequence[tuple[Problem, int]] = ()
+    has_masks = False
 
     def files(self, start: int, stop: int) -> list[str]:
         """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""
@@ -149,7 +150,7 @@ class LabelFiles(SplitReader):
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
-        rows: list[tuple[int, int, list[float], bool, list[float]]] = []
+        rows: list[tuple[int, int, list[float], bool, Outline]] = []
         unlabelled, empty, unusable = 0, 0, []
         for at in range(start, stop):
             if self.label_stamps[at] == ABSENT:

@@ -33,6 +33,7 @@ from yolofleet.data.datasets.labels import (
     clean,
     offsets_of,
 )
+from yolofleet.data.datasets.maskrows import masks_of
 from yolofleet.data.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.images.decode import read_image, unreadable
@@ -73,6 +74,7 @@ class Scanned:
         rows_read: all label rows of the range.
         unlabelled: images without a label file.
         empty: images whose label file is empty; see ``RawLabels``.
+        run_counts, runs: int64 and uint32, the run lengths of each label's mask; empty if masks are not read.
     """
 
     usable: np.ndarray
@@ -85,6 +87,8 @@ class Scanned:
     polygon_counts: np.ndarray
     point_counts: np.ndarray
     points: np.ndarray
+    run_counts: np.ndarray
+    runs: np.ndarray
     evidence: np.ndarray
     rows_read: int
     unlabelled: int
@@ -101,6 +105,7 @@ def scan(
     single_cls: bool,
     problems_kept: int,
     root: Path,
+    masks: bool = False,
 ) -> Scanned:
     """Read images ``start:stop``; report unusable images and labels in the log of the result.
 
@@ -108,6 +113,7 @@ def scan(
         single_cls: all classes become class 0.
         problems_kept: problems to keep in full; all are counted.
         root: paths of problems are relative to it.
+        masks: also make the masks of the labels.
     Raises:
         StorageError: the images are in a store that cannot be read.
     """
@@ -138,7 +144,14 @@ def scan(
     size = sizes[raw.image[keep]].astype(np.float64)
     box_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
     area = raw.area_px[keep]
-    outlines = (raw.outlines or Outlines.none(len(keep))).of_rows(keep).packed()
+    if masks:
+        outlines, run_counts, runs = masks_of(raw, keep, sizes)
+        owner = np.repeat(np.arange(len(run_counts)), run_counts)
+        inside = runs * ((np.arange(len(runs)) - (np.cumsum(run_counts) - run_counts)[owner]) % 2)
+        box_area = np.where(run_counts > 0, np.bincount(owner, inside, len(run_counts)), box_area)
+    else:
+        outlines = (raw.outlines or Outlines.none(len(keep))).of_rows(keep).packed()
+        run_counts, runs = np.zeros(0, np.int64), np.zeros(0, np.uint32)
     log.kept = [problem.below(root) for problem in log.kept]
     log.assumed = [problem.below(root) for problem in log.assumed]
     log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
@@ -153,6 +166,8 @@ def scan(
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points=outlines.points,
+        run_counts=run_counts,
+        runs=runs,
         evidence=_evidence(raw, reader, sizes),
         rows_read=rows_read,
         unlabelled=raw.unlabelled,
@@ -261,6 +276,7 @@ class SplitScan:
             single_cls=self.single_cls,
             problems_kept=self.log.limit,
             root=self.spec.root,
+            masks=self.spec.masks,
         )
         mine = jobs if ranks is None else jobs[ranks.rank :: ranks.size]
         parts: list[Scanned] = []
@@ -342,6 +358,8 @@ class SplitScan:
             "crowd": crowd,
             "area_px": joined("area_px"),
             **outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
+            "run_offsets": offsets_of(joined("run_counts")),
+            "run_lengths": joined("runs"),
             "problems": tuple(log.kept),
             "problem_count": log.count,
             "problem_kinds": dict(log.kinds),

@@ -62,6 +62,7 @@ class DatasetSpec:
         notes: what a person should know that is not an error.
         within: the folder that images and labels must not leave, because a list in a store must not name files of this machine.
         kpt_shape: key points of each label, and numbers of each key point; None if rows of YOLO labels have none.
+        masks: readers shall read masks, not only boxes.
     """
 
     name: str
@@ -74,6 +75,7 @@ class DatasetSpec:
     notes: tuple[str, ...] = ()
     within: Path | None = None
     kpt_shape: tuple[int, int] | None = None
+    masks: bool = False
 
     @property
     def has_val(self) -> bool:
