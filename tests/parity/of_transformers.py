@@ -5,7 +5,7 @@ package installed, each comparison has two runs: with the stored result, and wit
 again, install the package (``make test-extra EXTRA=parity`` does) and run::
 
     YOLOFLEET_RECORD=1 python -m pytest -m "not slow" tests/parity/test_detr_parity.py tests/parity/test_detr_loss_parity.py \\
-      tests/parity/test_detr_weights.py
+      tests/parity/test_detr_weights.py tests/parity/test_detr_masks_parity.py
 """
 
 from __future__ import annotations
