@@ -309,6 +309,8 @@ def yolov5_objects() -> Iterator[Callable[..., Any]]:
                 at = at._modules[part]
             at.register_buffer(leaf, tensor.half() if tensor.is_floating_point() else tensor)
         root.model._modules["0"].act = activation()
+        if "proto" in (head := list(root.model.children())[-1])._modules:
+            head.detect = classes["Detector"].forward  # so YOLOv5's files name getattr
         root.yaml, root.yaml_file = {"nc": 80, "anchors": anchors, **kept}, "small.yaml"
         root.names, root.nc = names, 3
         for name, value in attributes.items():

@@ -17,7 +17,7 @@ from yolofleet.families.weights import format as file_format
 from yolofleet.families.weights.catalogue import known_weights, resolve_weights
 from yolofleet.families.weights.format import write_tensors
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.transfer import model_from_weights, transfer
+from yolofleet.families.weights.transfer import model_from_weights, transfer, with_class_order
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.families.yolov5 import presets as row_presets
 from yolofleet.families.yolov5 import rows
@@ -168,6 +168,35 @@ def test_transfer_of_nothing_is_an_error(model):
         transfer(build_model(preset("yolov5n"), 3), weights_of(model))
 
 
+def test_a_network_with_masks_takes_the_layers_of_one_for_boxes_but_not_its_head():
+    # 3 (5 + 40) rows of the head are 3 (5 + 8 + 32)
+    boxes, masks = build_model(preset("yolov5n"), 40, seed=1), build_model(preset("yolov5n-seg"), 8, seed=2)
+    for start, to in ((boxes, masks), (masks, boxes)):
+        fresh = {name: t.clone() for name, t in to.state_dict().items()}
+        assert fresh["model.24.m.0.weight"].shape == start.state_dict()["model.24.m.0.weight"].shape
+        report = transfer(to, weights_of(start))
+        left_out = dict(report.skipped)
+        assert all(name.startswith("model.24.") for name in left_out)
+        for level in range(3):
+            assert f"find {start.task}, and these {to.task}" in left_out[f"model.24.m.{level}.weight"]
+            assert torch.equal(to.state_dict()[f"model.24.m.{level}.bias"], fresh[f"model.24.m.{level}.bias"])
+        assert ("model.24.proto.cv1.conv.weight" in left_out) == (to is masks)
+        assert torch.equal(to.state_dict()["model.0.conv.weight"], start.state_dict()["model.0.conv.weight"])
+
+
+def test_another_order_of_classes_leaves_the_coefficients_of_masks_in_their_place():
+    model = build_model(preset("yolov5n-seg"), 3, seed=1)
+    model.names = NAMES
+    turned = model_from_weights(with_class_order(weights_of(model), [2, 0, 1]))
+    assert turned.names == (NAMES[2], NAMES[0], NAMES[1])
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        mine, theirs = model.eval().decode(model(images)), turned.decode(turned(images))
+    assert torch.equal(mine.of_classes([2, 0, 1]).decoded, theirs.decoded)
+    assert torch.equal(mine.coefficients, theirs.coefficients)
+    assert torch.equal(mine.prototypes, theirs.prototypes)
+
+
 # -- YOLOv5's forms -----------------------------------------------------------------------------------------------
 
 
@@ -256,8 +285,9 @@ def yolov3_description():
         yolov3_description(),
         description_from_dict({**preset("yolov3-tiny").to_dict(), "width_multiple": 0.02}),
         description_from_dict({**preset("yolov5n6").to_dict(), "width_multiple": 0.02}),
+        description_from_dict({**preset("yolov5n-seg").to_dict(), "width_multiple": 0.02}),
     ],
-    ids=["v5.0", "yolov3-spp", "yolov3-tiny", "P6"],
+    ids=["v5.0", "yolov3-spp", "yolov3-tiny", "P6", "masks"],
 )
 def test_other_networks_of_rows_are_read(tmp_path, foreign, description):
     model = build_model(description, 3, seed=4).eval()

@@ -193,12 +193,56 @@ def test_a_wrong_description_is_refused_with_its_row(tmp_path, text, words):
         assert word in str(problem.value), str(problem.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("yolov5n-seg", 1_986_637),
+        ("yolov5s-seg", 7_611_485),
+        ("yolov5m-seg", 21_971_597),
+        ("yolov5l-seg", 47_894_397),
+        ("yolov5x-seg", 88_774_445),
+    ],
+)
+def test_networks_with_masks_have_the_published_number_of_parameters_and_names(name, published):
+    network = outline(describe(name), 80)
+    convolutions = {at.rpartition(".")[0] for at, _ in network.named_parameters() if ".bn." in at}
+    norms = [p for at, p in network.named_parameters() if ".bn." in at]  # two values, folded into one bias
+    assert network.task == "masks" and len(norms) == 2 * len(convolutions)
+    assert sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in norms) // 2 == published
+    head = {at.removeprefix("model.24.") for at in network.state_dict() if at.startswith("model.24.")}
+    layers = {
+        f"proto.cv{i}.{part}" for i in (1, 2, 3) for part in ("conv.weight", "bn.weight", "bn.running_var")
+    }
+    assert head >= layers | {"anchors", "m.0.weight", "m.2.bias"}
+
+
+def test_a_network_with_masks_decodes_boxes_coefficients_and_prototypes():
+    network = build_model(describe("yolov5n-seg"), 3, seed=1).eval()
+    with torch.no_grad():
+        raws = network(torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)))
+        decoded = network.decode(raws)
+    cells = 3 * (8 * 12 + 4 * 6 + 2 * 3)
+    assert [tuple(part.shape) for part in decoded] == [(2, cells, 8), (2, cells, 32), (2, 32, 16, 24)]
+    at = 3 * 8 * 12 + (1 * 4 + 2) * 6 + 5  # of the second level: anchor 1, y 2, x 5
+    assert torch.equal(decoded.coefficients[1, at], raws[1][1, 1, 2, 5, 8:])
+    assert torch.equal(decoded.decoded[1, at, 4:], raws[1][1, 1, 2, 5, 4:8].sigmoid())
+
+
+def test_masks_need_a_map_of_stride_8():
+    values = describe("yolov5n-seg").to_dict()
+    values["head"][-1][0] = [20, 23, 20]
+    with pytest.raises(ConfigError, match=r"Segment.*stride 16, expected 8"):
+        description_from_dict(values)
+
+
 def test_networks_of_other_tasks_are_refused_with_the_detector():
-    for name, what in (("yolov5n-seg", "masks"), ("yolov5s-cls", "classes of whole images")):
-        with pytest.raises(ConfigError, match=f"detectors of boxes, and not {what}") as caught:
-            describe(name)
-        assert caught.value.hint == f"--model {name[:7]}"
-    with pytest.raises(ConfigError, match="and not poses") as caught:
+    with pytest.raises(ConfigError, match="boxes and masks, and not for classes of whole images") as caught:
+        describe("yolov5s-cls")
+    assert caught.value.hint == "--model yolov5s"
+    with pytest.raises(ConfigError, match="yolov5s6 has no form with masks") as caught:
+        describe("yolov5s6-seg")
+    assert "yolov5s-seg" in caught.value.hint
+    with pytest.raises(ConfigError, match="and not for poses") as caught:
         describe("yolo11n-pose")
     assert "yolov5n" in caught.value.hint and "-pose" not in caught.value.hint
 

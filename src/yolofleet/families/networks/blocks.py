@@ -227,16 +227,21 @@ class Detect(nn.Module):
         in_channels: of each level.
         nc: number of classes C.
         anchors_grid: [L][A] (width, height) in cells of the level.
+        coefficients: further values of each anchor, behind those of the classes.
     """
 
     anchors: Tensor  # [L, A, 2] grid units, part of the state dict
 
     def __init__(
-        self, in_channels: tuple[int, ...], nc: int, anchors_grid: list[list[tuple[float, float]]]
+        self,
+        in_channels: tuple[int, ...],
+        nc: int,
+        anchors_grid: list[list[tuple[float, float]]],
+        coefficients: int = 0,
     ) -> None:
         super().__init__()
         self.nc = nc
-        self.values_per_anchor = 5 + nc
+        self.values_per_anchor = 5 + nc + coefficients
         self.anchors_per_cell = len(anchors_grid[0])
         self.register_buffer("anchors", torch.tensor(anchors_grid, dtype=torch.float32))
         self.m = nn.ModuleList(
@@ -250,3 +255,42 @@ class Detect(nn.Module):
             y = conv(x).unflatten(1, (self.anchors_per_cell, self.values_per_anchor))  # [N, A, 5 + C, H, W]
             raws.append(y.permute(0, 1, 3, 4, 2))
         return raws
+
+
+class Proto(nn.Module):
+    """Prototypes of masks at twice the resolution of a map (arXiv:1904.02689): [N, C, H, W] -> [N, D, 2H, 2W]."""
+
+    def __init__(self, in_channels: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.cv1 = Conv(in_channels, hidden, 3)
+        self.upsample = Upsample()
+        self.cv2 = Conv(hidden, hidden, 3)
+        self.cv3 = Conv(hidden, out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.cv3(self.cv2(self.upsample(self.cv1(x))))
+        return y
+
+
+class Segment(Detect):
+    """Detect, with coefficients of D prototypes for each anchor: its mask is their product (arXiv:1904.02689).
+
+    Args:
+        prototypes: D.
+        channels: of the layers before the prototypes.
+    """
+
+    def __init__(
+        self,
+        in_channels: tuple[int, ...],
+        nc: int,
+        anchors_grid: list[list[tuple[float, float]]],
+        prototypes: int,
+        channels: int,
+    ) -> None:
+        super().__init__(in_channels, nc, anchors_grid, prototypes)
+        self.proto = Proto(in_channels[0], channels, prototypes)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Return views [N, A, H, W, 5 + C + D] of each level, and the prototypes [N, D, h, w] of the first map."""
+        return [*super().forward(maps), self.proto(maps[0])]

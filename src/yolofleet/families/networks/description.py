@@ -45,7 +45,7 @@ class AnchorDescription(ModelDescription, Protocol):
 
 
 PUBLISHED_CONFIGURATIONS = (".yaml", ".yml")  # a name of such a file may mean a built-in model
-OTHER_TASKS = {"seg": "masks", "cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
+OTHER_TASKS = {"cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
 
 
 def preset_names() -> list[str]:
@@ -77,12 +77,17 @@ def preset(name: str) -> ModelDescription:
         if known is not None:
             description: ModelDescription = load(family.preset)(known)
             return description
-    if match := re.fullmatch(r"(.+)-(seg|cls|pose|obb)", name):
+    if match := re.fullmatch(r"(.+)-(cls|pose|obb)", name):
         raise ConfigError(
-            f"model {short(name)}: yolofleet trains detectors of boxes, and not {OTHER_TASKS[match[2]]}",
+            f"model {short(name)}: yolofleet trains networks for boxes and masks, and not for {OTHER_TASKS[match[2]]}",
             hint=f"--model {match[1]}"
             if match[1] in preset_names()
             else instead_of("model", name) or known_names(match[1], preset_names()),
+        )
+    if (boxes := name.removesuffix("-seg")) != name and boxes in preset_names():
+        raise ConfigError(
+            f"model {short(name)}: {boxes} has no form with masks",
+            hint=known_names(name, [known for known in preset_names() if known.endswith("-seg")]),
         )
     hint = instead_of("model", name) or known_names(name, preset_names())
     raise ConfigError(f"unknown model {short(name)}", hint=hint)

@@ -48,6 +48,7 @@ class Detector(nn.Module):
             its result as the third argument. ``--passes compiled`` and CUDA graphs hold this part only, because targets have
             another shape in each pass.
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
+        rows_behind_classes: of each anchor, in tensors whose last rows would be those of the classes without them.
     """
 
     task: str = "boxes"
@@ -58,6 +59,7 @@ class Detector(nn.Module):
     reads_targets = False
     image_part: nn.Module
     classes_first: tuple[str, ...] = ()
+    rows_behind_classes = 0
     trained_px: int | None = None
     assumed: Mapping[str, str] = MappingProxyType({})
 
@@ -176,9 +178,9 @@ class AnchorDetector(Detector):
         """
         for conv, stride in zip(last, self.strides, strict=True):
             assert conv.bias is not None
-            bias = conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
+            bias = conv.bias.view(-1, 5 + self.nc + self.rows_behind_classes)  # [A, 5 + C, ...]
             bias[:, 4] += math.log(8 / (640 / stride) ** 2)
-            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+            bias[:, 5 : 5 + self.nc] += math.log(0.6 / (self.nc - 0.99999))
 
 
 class Fitted(Protocol):

@@ -252,11 +252,14 @@ class Machine:
             path = f"builtins.{path.removeprefix(PYTHON2_BUILTINS)}"
         known = path in self._rebuild or path in self._inert or path.startswith(self._inert_packages)
         if not known:
-            raise self._error(
-                f"names {path[:100]}, which no weights need: it may be malicious",
-                "none of its code was executed; get the weights from a source you trust, as .safetensors if possible",
-            )
+            raise self.refusal(path)
         self.push(Global(path))
+
+    def refusal(self, path: str) -> CheckpointError:
+        return self._error(
+            f"names {path[:100]}, which no weights need: it may be malicious",
+            "none of its code was executed; get the weights from a source you trust, as .safetensors if possible",
+        )
 
     def call(self) -> None:
         """Execute REDUCE or NEWOBJ; only our own functions in ``rebuild`` are called."""

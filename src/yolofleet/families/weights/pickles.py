@@ -55,6 +55,7 @@ DTYPES = {
 # Names of these packages become inert objects; so do the single names below.
 # YOLOv5 has its classes in `models`, its package on PyPI in `yolov5.models`.
 INERT_PACKAGES = ("models.", "ultralytics.", "utils.", "yolov5.", "torch.nn.", "torch.optim.")
+GETATTR = "builtins.getattr"  # only of such a name: YOLOv5's networks with masks hold a method of a class
 INERT_NAMES = {
     *(f"torch.{name}" for name in DTYPES),
     *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16")),
@@ -64,6 +65,7 @@ INERT_NAMES = {
     *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
     *("argparse.Namespace", "types.SimpleNamespace"),
     *(f"builtins.{name}" for name in ("list", "dict", "int", "float", "str", "object")),
+    GETATTR,
     *(
         f"{module}.{name}"
         for module in ("pathlib", "pathlib._local")  # _local: in Python 3.13
@@ -297,6 +299,16 @@ class _TorchMachine(Machine):
     ) -> None:
         super().__init__(stream, error, REBUILD, INERT_NAMES, INERT_PACKAGES)
         self._storage = storage
+
+    def call(self) -> None:
+        match self.stack[-2:]:
+            case [Global(path), (Global(owner), str())] if path == GETATTR and owner.startswith(
+                INERT_PACKAGES
+            ):
+                pass
+            case [Global(path), _] if path == GETATTR:
+                raise self.refusal(path)
+        super().call()
 
     def set_state(self, target: Any, state: Any) -> None:
         if not isinstance(target, StoredTensor):  # attributes of a tensor have no weights

@@ -60,12 +60,14 @@ def model_from_weights(weights: Weights) -> Detector:
 @torch.no_grad()
 def transfer(model: Detector, weights: Weights) -> TransferReport:
     """Copy the tensors that fit by name and shape into ``model``; its anchors stay. Raise CheckpointError if none fits."""
-    loaded, skipped = [], []
+    loaded, skipped, other = [], [], _other_heads(model, weights)
     for name, t in model.state_dict().items():
         given = weights.tensors.get(name)
         if name.endswith((".anchors", UNCOUNTED)):
             continue
-        if given is None:
+        if name in other:
+            skipped.append((name, other[name]))
+        elif given is None:
             skipped.append((name, "not in the file"))
         elif given.shape != t.shape:
             skipped.append((name, f"{shape_text(given)} in the file, {shape_text(t)} here"))
@@ -80,6 +82,19 @@ def transfer(model: Detector, weights: Weights) -> TransferReport:
     return TransferReport(tuple(loaded), tuple(skipped))
 
 
+def _other_heads(model: Detector, weights: Weights) -> dict[str, str]:
+    """Return why tensors with rows of classes are left out by name, if the file has other rows beside them.
+
+    Shapes cannot show it: 80 classes have as many rows as 48 classes and 32 coefficients of masks.
+    """
+    theirs = outline(weights.description, weights.header.nc)
+    if theirs.rows_behind_classes == model.rows_behind_classes:
+        return {}
+    more = outline(model.description, model.nc + 1).state_dict()
+    why = f"those in the file find {theirs.task}, and these {model.task}"
+    return {name: why for name, t in model.state_dict().items() if t.shape != more[name].shape}
+
+
 def with_class_order(weights: Weights, columns: Sequence[int]) -> Weights:
     """Return the weights with their classes in another order; the last rows of each anchor are those of its classes.
 
@@ -91,11 +106,12 @@ def with_class_order(weights: Weights, columns: Sequence[int]) -> Weights:
     header, tensors = weights.header, dict(weights.tensors)
     smaller = outline(header.description, header.nc - 1)
     fewer, first = smaller.state_dict(), smaller.classes_first  # without a row of each anchor
+    behind = smaller.rows_behind_classes
     for name, t in weights.tensors.items():
         if name in fewer and fewer[name].shape != t.shape:
             rows = t.unflatten(0, (len(t) - len(fewer[name]), -1))  # [A, other + C, ...]
-            other = rows.shape[1] - header.nc
-            order = [*range(other), *(other + c for c in columns)]
+            other = rows.shape[1] - header.nc - behind
+            order = [*range(other), *(other + c for c in columns), *range(other + header.nc, rows.shape[1])]
             if name in first:
                 order = [*columns, *range(header.nc, rows.shape[1])]
             tensors[name] = rows[:, order].flatten(0, 1)

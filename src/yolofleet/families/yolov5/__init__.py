@@ -6,7 +6,7 @@ from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 FAMILY = Family(
     name="yolov5",
     from_dict="yolov5.rows:RowDescription.from_dict",
-    network="yolov5.network:RowNetwork",
+    network="yolov5.network:row_network",
     loss="yolov5.loss:anchor_loss",
     small_recipe="finetune",
     hyperparameters=Yolov5Hyperparameters,

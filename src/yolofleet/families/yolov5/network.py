@@ -6,13 +6,14 @@ tests/parity/test_yolov5_model.py and test_yolov3_rows.py compare outputs, param
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from yolofleet.data.geometry.boxes import SquaredSigmoid
+from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.families.networks.blocks import (
     C3,
     SPP,
@@ -22,6 +23,7 @@ from yolofleet.families.networks.blocks import (
     Conv,
     Detect,
     Focus,
+    Segment,
     Upsample,
 )
 from yolofleet.families.networks.detector import AnchorDetector
@@ -54,7 +56,11 @@ class RowNetwork(AnchorDetector):
         ]
         self.codings = (SquaredSigmoid(),) * len(self.strides)
         self.backbone_groups = len(description.backbone)
-        self.model = nn.ModuleList([*blocks, Detect(plan[-1].in_channels, nc, anchors_grid)])
+        self.model = nn.ModuleList([*blocks, self._head(plan[-1], nc, anchors_grid)])
+
+    @staticmethod
+    def _head(layer: Layer, nc: int, anchors_grid: list[list[tuple[float, float]]]) -> Detect:
+        return Detect(layer.in_channels, nc, anchors_grid)
 
     @staticmethod
     def _block(layer: Layer) -> nn.Module:
@@ -106,3 +112,33 @@ class RowNetwork(AnchorDetector):
             torch.tensor(self.description.anchors_px) / torch.tensor(self.strides).view(-1, 1, 1)
         )
         self.set_priors([cast(nn.Conv2d, conv) for conv in detect.m])
+
+
+class MaskNetwork(RowNetwork):
+    """A network whose last block is Segment. D prototypes.
+
+    Raw predictions are those of each level, [N, A, H/s, W/s, 5 + C + D], and the prototypes [N, D, H/4, W/4].
+    """
+
+    task = "masks"
+
+    def __init__(self, description: RowDescription, nc: int) -> None:
+        super().__init__(description, nc)
+        self.rows_behind_classes = description.prototypes
+
+    @staticmethod
+    def _head(layer: Layer, nc: int, anchors_grid: list[list[tuple[float, float]]]) -> Detect:
+        return Segment(layer.in_channels, nc, anchors_grid, *layer.args[2:])
+
+    def decode(self, raws: Sequence[Tensor]) -> DecodedMasks:  # type: ignore[override]
+        """Convert raw predictions to boxes, probabilities and coefficients, in float32; rows by level, anchor, y, x."""
+        *levels, prototypes = raws
+        values = 5 + self.nc
+        decoded = super().decode([raw[..., :values] for raw in levels])
+        coefficients = torch.cat([raw[..., values:].flatten(1, 3) for raw in levels], 1)
+        return DecodedMasks(decoded.rows, coefficients.float(), prototypes.float())
+
+
+def row_network(description: RowDescription, nc: int) -> RowNetwork:
+    """Return the network of rows: with masks if the last row is Segment."""
+    return (MaskNetwork if description.prototypes else RowNetwork)(description, nc)

@@ -24,10 +24,11 @@ P6_ANCHORS: Anchors = (
 
 TINY_ANCHORS: Anchors = (((10, 14), (23, 27), (37, 58)), ((81, 82), (135, 169), (344, 319)))
 YOLOV3 = ("yolov3", "yolov3-spp", "yolov3-tiny")
+SEGMENTS = "-seg"  # ending of names of networks with masks
 
 
 def preset_names() -> list[str]:
-    return [*(f"yolov5{size}{p6}" for p6 in ("", "6") for size in SIZES), *YOLOV3]
+    return [*(f"yolov5{size}{kind}" for kind in ("", "6", SEGMENTS) for size in SIZES), *YOLOV3]
 
 
 def preset(name: str) -> RowDescription:
@@ -36,12 +37,14 @@ def preset(name: str) -> RowDescription:
         return RowDescription(name, 1.0, 1.0, *tiny_rows(), TINY_ANCHORS)
     if name in YOLOV3:
         return RowDescription(name, 1.0, 1.0, *darknet53_rows(spp=name == "yolov3-spp"), P5_ANCHORS)
-    p6 = name.endswith("6")
-    size = name.removeprefix("yolov5").removesuffix("6")
+    p6, masks = name.endswith("6"), name.endswith(SEGMENTS)
+    size = name.removeprefix("yolov5").removesuffix("6").removesuffix(SEGMENTS)
     depth, width = SIZES[size]
     stage_channels = (128, 256, 512, 768, 1024) if p6 else (128, 256, 512, 1024)
     stage_depths = (3, 6, 9, 3, 3) if p6 else (3, 6, 9, 3)
     backbone, head = pyramid(stage_channels, stage_depths)
+    if masks:
+        head = (*head[:-1], row("Segment", "nc", "anchors", 32, 256, at=head[-1].inputs))
     return RowDescription(name, depth, width, backbone, head, P6_ANCHORS if p6 else P5_ANCHORS)
 
 

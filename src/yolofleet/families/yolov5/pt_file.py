@@ -221,7 +221,8 @@ def _classes_by_shapes(given: Mapping[str, Tensor | StoredTensor], description: 
     if bias is None or len(bias.shape) != 1:
         return None
     values, remainder = divmod(int(bias.shape[0]), len(description.anchors_px[0]))
-    return values - 5 if remainder == 0 and 5 < values <= MAX_CLASSES else None
+    nc = values - 5 - description.prototypes
+    return nc if remainder == 0 and 0 < nc <= MAX_CLASSES else None
 
 
 def description_by_shapes(given: Mapping[str, Tensor | StoredTensor]) -> RowDescription | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from yolofleet.families.yolov5.presets import SIZES
 from yolofleet.storage.fetch import Item
 
 LICENCE = "AGPL-3.0 (GPL-3.0 when they were released): conditions on what is built with them"
@@ -24,6 +25,8 @@ def items() -> dict[str, Item]:
     found = {
         f"yolov5{size}": _release("yolov5", "v7.0", f"yolov5{size}", *facts) for size, facts in YOLOV5.items()
     }
+    for size in SIZES:
+        found[f"yolov5{size}-seg"] = _release("yolov5", "v7.0", f"yolov5{size}-seg")
     for name in ("yolov3", "yolov3-spp", "yolov3-tiny"):
         found[name] = _release("yolov3", "v9.6.0", name)
     return found

@@ -26,6 +26,7 @@ MAX_KERNEL = 31
 MAX_LEVELS = 8
 MAX_ANCHORS = 32
 MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
+PROTOTYPE_STRIDE = 4  # pixels of the image per cell of masks
 
 Anchors = tuple[tuple[tuple[float, float], ...], ...]  # [L][A] (width, height), pixels
 
@@ -70,8 +71,8 @@ class RowDescription:
     """A network without its number of classes.
 
     Attributes:
-        backbone, head: rows with consecutive numbers; the last is ``Detect``.
-        anchors_px: [L][A] (width, height) pixels, in the order of Detect's inputs.
+        backbone, head: rows with consecutive numbers; the last is ``Detect``, or ``Segment`` for masks.
+        anchors_px: [L][A] (width, height) pixels, in the order of the last row's inputs.
     """
 
     name: str
@@ -86,6 +87,15 @@ class RowDescription:
     @property
     def rows(self) -> tuple[Row, ...]:
         return self.backbone + self.head
+
+    @property
+    def prototypes(self) -> int:
+        """Number of prototypes of masks; 0 for a network that finds boxes."""
+        last = self.rows[-1]
+        if last.module != "Segment":
+            return 0
+        found: int = (*last.args, MODULES["Segment"][2].default)[2]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON; :meth:`from_dict` reads them."""
@@ -222,6 +232,7 @@ KERNEL = Argument("kernel", 1, 1, MAX_KERNEL, lengths=(2,), square=True)
 STRIDE = Argument("stride", 1, 1, 8)
 PADDING = Argument("padding", None, 0, MAX_KERNEL, words=(None,))
 SHORTCUT = Argument("shortcut", True, words=(True, False))
+HEAD = Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))
 
 MODULES: dict[str, tuple[Argument, ...]] = {
     "Conv": (OUT, KERNEL, STRIDE, PADDING, Argument("groups", 1, 1, MAX_CHANNELS)),
@@ -242,9 +253,15 @@ MODULES: dict[str, tuple[Argument, ...]] = {
         Argument("scale", 2, 2, 2),
         Argument("mode", "nearest", words=("nearest",)),
     ),
-    "Detect": (Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))),
+    "Detect": HEAD,
+    "Segment": (
+        *HEAD,
+        Argument("prototypes", 32, 1, MAX_CHANNELS),
+        Argument("channels of the prototypes", 256, 1, MAX_CHANNELS),
+    ),
 }
-NOT_REPEATABLE = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample", "Detect")
+HEADS = ("Detect", "Segment")
+NOT_REPEATABLE = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample", *HEADS)
 
 
 class _Checker(Checker):
@@ -326,10 +343,10 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
         inputs = tuple(i + j if j < 0 else j for j in row.inputs)
         if any(not (-1 if i == 0 else 0) <= j < i for j in inputs):
             raise check.error(f"{where}: 'from' {list(row.inputs)} must name earlier rows")
-        if row.module not in ("Concat", "Detect") and len(inputs) != 1:
+        if row.module not in ("Concat", *HEADS) and len(inputs) != 1:
             raise check.error(f"{where} takes one input, not {len(inputs)}")
-        if (row.module == "Detect") != (i == len(description.rows) - 1):
-            raise check.error(f"{where}: the last row must be Detect, and no other row")
+        if (row.module in HEADS) != (i == len(description.rows) - 1):
+            raise check.error(f"{where}: the last row must be Detect or Segment, and no other row")
         in_channels = tuple(found[j].out_channels if j >= 0 else 3 for j in inputs)
         strides = [found[j].stride if j >= 0 else Fraction(1) for j in inputs]
         padded = [j for j in inputs if j in borders]
@@ -369,8 +386,15 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
                 )
             if repeats > 1 and (stride != strides[0] or padded):
                 raise check.error(f"{where}: a block that reduces the size of the map cannot be repeated")
-        elif row.module == "Detect":
+        elif row.module in HEADS:
             out = 0  # the head has no output map
+            if row.module == "Segment":
+                args = (*args[:3], rounded_width(args[3] * description.width_multiple))
+                if strides[0] != PROTOTYPE_STRIDE * 2:
+                    raise check.error(
+                        f"{where}: its first input has stride {strides[0]}, expected {PROTOTYPE_STRIDE * 2}",
+                        "masks are a quarter of the image, twice as fine as that input",
+                    )
             if len(inputs) != len(description.anchors_px):
                 raise check.error(
                     f"{where} has {len(inputs)} inputs, but anchors are for {len(description.anchors_px)} levels"
