@@ -113,6 +113,10 @@ class Yolov5Loss:
             images: N of the micro-batch.
             size_hw: px, a multiple of every stride.
         """
+        return self._matched(labels, images, size_hw)[0]
+
+    def _matched(self, labels: Shapes, images: int, size_hw: tuple[int, int]) -> tuple[Targets, np.ndarray]:
+        """Return what :meth:`match` does, and the label of each match, int64 [M]."""
         levels, anchors = self.anchors_wh.shape[:2]
         grid_wh = np.array([[size_hw[1] // s, size_hw[0] // s] for s in self.strides], np.int64)  # [L, 2]
         scale = np.concatenate((grid_wh, grid_wh), 1).astype(np.float32)
@@ -139,7 +143,7 @@ class Yolov5Loss:
         through_levels = (np.cumsum(per_level) - per_level)[level] + cells
         winner_cells, from_last = np.unique(through_levels[::-1], return_index=True)
         matches = np.bincount(level, minlength=levels)
-        return Targets(
+        targets = Targets(
             matches=tuple(matches.tolist()),
             cells=cells,
             boxes_cxcywh=box,
@@ -149,6 +153,7 @@ class Yolov5Loss:
             winner_cells=winner_cells,
             counts=np.concatenate((matches, per_level, matches * self.nc)).astype(np.int64),
         )
+        return targets, label
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return [3 L] float32 in the order of ``terms``, differentiable; a term without matches is exactly 0.
@@ -157,6 +162,10 @@ class Yolov5Loss:
             raws: per level [N, A, H, W, 5 + C]: x, y, w, h, objectness, classes. A permuted view of a channels-last
                 head is read in place; any other layout is copied once.
         """
+        return torch.stack(self._sums(raws, targets)[0])
+
+    def _sums(self, raws: Sequence[Tensor], targets: Targets) -> tuple[list[Tensor], Tensor]:
+        """Return what :meth:`sums` does as a list, and the raw values of the matches, float32 [M, 5 + C]."""
         device = raws[0].device
         cells, boxes, anchors, classes, winners, winner_cells = (
             to_device(torch.from_numpy(array), device)
@@ -187,13 +196,14 @@ class Yolov5Loss:
         box_sums = [part.sum() for part in (1 - ciou).split(targets.matches)]
         if self.nc > 1:
             half = 0.5 * self.recipe.label_smoothing
-            one_hot = torch.full_like(picked[:, 5:], half)
+            logits = picked[:, 5 : 5 + self.nc]
+            one_hot = torch.full_like(logits, half)
             one_hot.scatter_(1, classes[:, None], 1 - half)
-            cls = self._binary(picked[:, 5:], one_hot, self.recipe.cls_pw)
+            cls = self._binary(logits, one_hot, self.recipe.cls_pw)
             cls_sums = [part.sum() for part in cls.split(targets.matches)]
         else:
             cls_sums = [objectness.new_zeros(())] * levels
-        return torch.stack(box_sums + obj_sums + cls_sums)
+        return box_sums + obj_sums + cls_sums, picked
 
     def _boxes(self, raw: Tensor, anchors_wh: Tensor, matches: tuple[int, ...]) -> Tensor:
         """Return predicted boxes [M, 4] in grid units, relative to the cell's corner."""
@@ -245,14 +255,16 @@ class _Pick(torch.autograd.Function):
 _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
 
 
-def anchor_loss(model: Detector, recipe: Yolov5Hyperparameters, img: int) -> Yolov5Loss:
+def anchor_loss(
+    model: Detector, recipe: Yolov5Hyperparameters, img: int, kind: type[Yolov5Loss] = Yolov5Loss
+) -> Yolov5Loss:
     """Return the loss of a network with anchors; ``img``: training size, pixels. Raise ConfigError if a user's has none."""
     if not isinstance(model, AnchorDetector):
         raise ConfigError(
             f"{model.description.name} has a network without anchors, and no method loss",
             hint="add the method loss, or make the network a subclass of AnchorDetector",
         )
-    return Yolov5Loss(
+    return kind(
         anchors_px=model.anchors_px,
         strides=model.strides,
         nc=model.nc,
