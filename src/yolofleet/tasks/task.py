@@ -111,6 +111,7 @@ class Task:
         of_class: figures on the screen, and the names of the same figures of one class. The last one is in 0..1, -1 without
             labels; ``--sampler weights`` follows it.
         fitness_of: the weight of figures in the number that chooses the best weights: the highest, and at least 0.
+        reads_masks: the index must have the masks of labels.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Task:
     columns: Mapping[str, str]
     of_class: Mapping[str, str]
     fitness_of: Mapping[str, float]
+    reads_masks = False
 
     @property
     def outputs(self) -> tuple[str, ...]:

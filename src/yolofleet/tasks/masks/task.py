@@ -41,7 +41,7 @@ class MaskMetrics(CocoMetrics):
 class Masks(Task):
     """Objects with boxes and masks, each judged by the rules of COCO."""
 
-    name, decoded = "masks", DecodedMasks
+    name, decoded, reads_masks = "masks", DecodedMasks, True
     nothing = ScoredMasks(**vars(BOXES.nothing), **ScoredMasks.columns([], np.zeros(0, np.int64)))
     _columns = {name.replace("/", "/mask_"): MASK + figure for name, figure in BOXES.columns.items()}
     columns = MappingProxyType({**BOXES.columns, **_columns})

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.index import DataIndex, build_index, check_masks
 from yolofleet.data.datasets.listing import files_digest
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, shared_file
@@ -32,6 +32,7 @@ from yolofleet.support.errors import DataError
 from yolofleet.support.system.proc import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
+from yolofleet.tasks.task import Task
 from yolofleet.training.agreement import check_settings
 from yolofleet.training.parallel.process import check_equal, fleet_precision
 from yolofleet.training.parallel.world import World
@@ -128,20 +129,37 @@ def read_inputs(
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 
 
-def _data(resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World) -> Data:
+def with_masks(inputs: Inputs, task: Task, world: World) -> Inputs:
+    """Return the inputs with masks of labels if the task needs them. Collective: every rank.
+
+    Raises:
+        DataError: the data set has no masks.
+    """
+    if not task.reads_masks:
+        return inputs
+    return replace(inputs, data=_data(inputs.resolved, inputs.recipe_class, world, masks=True))
+
+
+def _data(
+    resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World, *, masks: bool = False
+) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     config = resolved.value
     with world.activity.doing("data set"):
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
         progress = partial(world.console.progress, "reading labels", unit="images")
-        build = partial(build_index, spec, single_cls=config.single_cls, ranks=world, on_progress=progress)
+        build = partial(
+            build_index, spec, single_cls=config.single_cls, masks=masks, ranks=world, on_progress=progress
+        )
         index = build("train")
         val_index = build("val") if spec.has_val else index.none_of("val")
         if not spec.has_val:
             from yolofleet.config.checks import check_without_validation
 
             check_without_validation(resolved)
+    if masks:
+        check_masks(index, val_index)
     if index.is_mirrored:
         from yolofleet.storage.object_store import OUTAGE_S
 
