@@ -150,7 +150,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
     if not found.indexes:
         return
     table = _table("", "done about it", *(index.split for index in found.indexes))
-    totals = [index.totals() for index in found.indexes]
+    totals = [found.totals(index) for index in found.indexes]
     for name in totals[0]:
         table.add_row(name, "", *(str(total[name]) for total in totals))
     for kind in KINDS:
@@ -238,12 +238,13 @@ def _show_figures(found: SplitFigures, advised: Sequence[str]) -> None:
         type=click.Choice(["link", "copy", "symlink", "none"]),
         default="link",
     ),
+    option("--masks", "polygons instead of boxes, with --to yolo", is_flag=True),
     QUIET,
     help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
     "with DATA before it creates FOLDER.",
 )
 def convert_command(
-    data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any
+    data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any, masks: bool
 ) -> int:
     from yolofleet.data.datasets.convert import convert as run
 
@@ -256,6 +257,7 @@ def convert_command(
             splits=_listed(splits),
             names=_listed(names),
             images=images,
+            masks=masks,
             on_progress=progress.show,
         )
     if not is_quiet():

@@ -158,7 +158,7 @@ def _table(indexes: Mapping[str, DataIndex]) -> ScreenTable:
     option("--rect", "rectangular images", is_flag=True),
     option("--single-cls", "treat all classes as one", is_flag=True),
     QUIET,
-    help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
+    help="Write a sheet of augmented training images of DATA with their boxes and masks, as a training gets them.",
 )
 def preview_command(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
@@ -180,7 +180,11 @@ def preview_command(data: str, out: str, count: int, epoch: int, **options: Any)
         echo("--sampler weights: each image once, as before the first validation")
     with Progress(sys.stderr) as progress:
         index = lenient_index(
-            load_dataset(data), "train", on_progress=progress.show, single_cls=config.value.single_cls
+            load_dataset(data),
+            "train",
+            on_progress=progress.show,
+            single_cls=config.value.single_cls,
+            masks=None,
         )
     write_preview(config.value, recipe.value, index, file, count=count, epoch=epoch)
     echo(file)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import coco_files
+import cv2
 import numpy as np
 import pytest
 from coco_files import write_coco
+from commands import called
 from label_rows import index_of
 from pycocotools import mask as pycoco
 from small_data import write_picture
 
+from yolofleet.data.datasets import cocojson
+from yolofleet.data.datasets.check import MASK_COUNTS, mask_counts
+from yolofleet.data.datasets.combine import merge_datasets, split_dataset
+from yolofleet.data.datasets.convert import convert
+from yolofleet.data.datasets.divide import UNIT
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.maskrows import rings_of
+from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.mask_shapes import MaskShapes
+from yolofleet.runs.report.plots import training_pictures
+from yolofleet.support.errors import ConfigError
+from yolofleet.tasks.masks.task import MASKS
 
 WIDTH, HEIGHT = 40, 30
 image = partial(coco_files.image, width=WIDTH, height=HEIGHT)
@@ -215,3 +227,155 @@ def test_masks_of_nuclei_are_those_of_pycocotools() -> None:
         start = int(index.offsets[at])
         for row, one in enumerate(own, start):
             assert rle.to_text(index.runs(row)) == one["segmentation"]["counts"]
+
+
+def labelme(folder: Path, *shapes: dict[str, Any], **more: Any) -> DataIndex:
+    """Return the index, with masks, of an image with these shapes."""
+    write_picture(folder / "images/train/a.png", WIDTH, HEIGHT)
+    content = {"imagePath": "a.png", "imageWidth": WIDTH, "imageHeight": HEIGHT, "shapes": shapes, **more}
+    (folder / "images/train/a.json").write_text(json.dumps(content))
+    (folder / "data.yaml").write_text("train: images/train\nval: images/train\nnames: [fox]\n")
+    return index_of(folder / "data.yaml", masks=True)
+
+
+def shape(kind: str, points: Any, **more: Any) -> dict[str, Any]:
+    return {"label": "fox", "shape_type": kind, "points": points, **more}
+
+
+def png(bitmap: np.ndarray) -> str:
+    return base64.b64encode(cv2.imencode(".png", bitmap.astype(np.uint8) * 255)[1].tobytes()).decode()
+
+
+def test_shapes_of_labelme_are_masks(tmp_path: Path) -> None:
+    bitmap = ring_with_hole()
+    mask = shape("mask", [[4, 5], [13, 14]], mask=png(bitmap[5:15, 4:14]))
+    square = [[20, 5], [26, 5], [26, 9], [20, 9]]
+    index = labelme(
+        tmp_path,
+        mask,
+        shape("polygon", square),
+        shape("circle", [[30, 20], [30, 25]]),
+        shape("rectangle", [[1, 1], [5, 6]]),
+        {**mask, "group_id": 1},
+        shape("polygon", square, group_id=1),
+        shape("polygon", square, group_id=2),
+        shape("polygon", square[::-1], group_id=2),
+    )
+    found = bitmaps(index)
+    ring, part = bitmap.copy(), np.zeros_like(bitmap)
+    ring[20:], part[5:9, 20:26] = False, True
+    assert (found[0] == ring).all() and (found[1] == part).all() and (found[4] == part).all()
+    assert abs(found[2].sum() - np.pi * 25) < 5
+    assert not len(index.runs(3)) and (found[3] == ring | part).all()
+    assert index_of(tmp_path / "data.yaml", masks=None).has_runs
+
+
+def test_bitmaps_of_labelme_that_fit_no_box_leave_a_box(tmp_path: Path) -> None:
+    inside = np.ones((10, 10), bool)
+    good = png(inside)
+    bomb = bytearray(base64.b64decode(good))
+    bomb[16:24] = (1 << 30).to_bytes(4, "big") * 2
+    cases = (
+        None,
+        5,
+        "",
+        "!",
+        "é",
+        base64.b64encode(b"\xff\xd8 no PNG").decode(),
+        base64.b64encode(bomb).decode(),
+        base64.b64encode(base64.b64decode(good)[:40]).decode(),
+        png(np.ones((10, 11), bool)),
+    )
+    shapes = [shape("mask", [[4, 5], [13, 14 + n]], mask=text) for n, text in enumerate(cases)]
+    shapes += [shape("mask", [[34, 5], [43, 14]], mask=good), shape("mask", [[-3, 5], [6, 14]], mask=good)]
+    index = labelme(tmp_path, *shapes, shape("mask", [[4, 5], [13, 14]], mask=good))
+    assert index.problem_kinds["mask-unreadable"] == len(cases) + 2 and len(index.classes) == len(cases) + 3
+    assert [len(index.runs(row)) > 0 for row in range(len(index.classes))] == [False] * (len(cases) + 2) + [
+        True
+    ]
+    scaled = labelme(
+        tmp_path / "scaled", shape("mask", [[4, 5], [13, 14]], mask=good), imageWidth=20, imageHeight=15
+    )
+    assert "the labels state another size of the image" in scaled.problems_text()
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    """A COCO set with a mask that has a hole and two parts, a polygon, a box, and a crowd."""
+    write_picture(tmp_path / "set/a.png", WIDTH, HEIGHT)
+    write_picture(tmp_path / "set/b.png", WIDTH + 1, HEIGHT)
+    labels = [
+        label(1, 1, bbox=[4, 5, 32, 17], segmentation=compressed(ring_with_hole())),
+        label(2, 1, bbox=[20.25, 5, 6, 4.5], segmentation=[[20.25, 5, 26.25, 5, 26.25, 9.5, 20.25, 9.5]]),
+        label(3, 1),
+        label(4, 1, bbox=[0, 0, 9, 9], segmentation=uncompressed(ring_with_hole())) | {"iscrowd": 1},
+        label(5, 2, bbox=[1, 2, 3, 1], segmentation=[[1, 2, 4, 2, 4, 3, 1, 3]]),
+    ]
+    images = [image(1, "a.png"), {**image(2, "b.png"), "width": WIDTH + 1}]
+    return write_coco(tmp_path / "set/set.json", images, labels)
+
+
+def masks_by_name(index: DataIndex) -> dict[str, list[str]]:
+    names = [Path(path).name for path in index.paths]
+    rows = [range(*index.offsets[at : at + 2]) for at in range(len(index))]
+    return {
+        name: [
+            rle.to_text(index.runs(row)) if len(index.runs(row)) else ""
+            for row in own
+            if not index.crowd[row]
+        ]
+        for name, own in zip(names, rows, strict=True)
+    }
+
+
+def test_conversions_keep_masks(tmp_path: Path, masked: Path) -> None:
+    spec, source = load_dataset(str(masked)), index_of(masked, masks=True)
+    convert(spec, tmp_path / "coco", "coco")
+    copy = index_of(tmp_path / "coco/data.yaml", masks=True)
+    assert copy.run_lengths.tolist() == source.run_lengths.tolist() and copy.crowd.sum() == 1
+    done = convert(spec, tmp_path / "yolo", "yolo", masks=True)
+    assert any(
+        "3 masks are written as polygons: seams join the parts of 1 and the holes of 1" in n
+        for n in done.notes
+    )
+    assert masks_by_name(index_of(tmp_path / "yolo/data.yaml", masks=True)) == masks_by_name(source)
+    done = convert(spec, tmp_path / "boxes", "yolo")
+    assert any(
+        "3 masks: only their boxes are written; --masks writes polygons" in note for note in done.notes
+    )
+    assert not len(index_of(tmp_path / "boxes/data.yaml").points)
+    with pytest.raises(ConfigError, match="COCO's format keeps them"):
+        convert(spec, tmp_path / "no", "coco", masks=True)
+
+
+def test_split_and_merge_keep_masks(tmp_path: Path, masked: Path) -> None:
+    spec = load_dataset(str(masked))
+    half = UNIT // 2
+    split_dataset(spec, tmp_path / "split", {"train": half, "val": UNIT - half})
+    merge_datasets([load_dataset(str(tmp_path / "split/data.yaml"))], tmp_path / "merged")
+    for folder in ("split", "merged"):
+        found: dict[str, list[str]] = {}
+        for split in ("train", "val"):
+            found |= masks_by_name(index_of(tmp_path / folder / "data.yaml", split, masks=True))
+        assert found == masks_by_name(index_of(masked, masks=True))
+    cocojson._load_table.cache_clear()  # closes the stored tables
+
+
+def test_a_check_counts_what_is_wrong_with_masks(tmp_path: Path, masked: Path) -> None:
+    outcome = called("data", "check", masked)
+    assert outcome.code == 0, outcome
+    # label 3 has none; the third part of the first ring ends within its box; the last mask has 3 pixels of 16 x 16 px at 640 px
+    index = index_of(masked, masks=True)
+    assert mask_counts(index) == dict(zip(MASK_COUNTS, (1, 0, 0), strict=True))
+    moved = index_of(masked, masks=True).with_rows(np.arange(5) != 3)
+    moved.boxes_cxcywh_unit[0, 2] /= 2
+    assert mask_counts(moved)[MASK_COUNTS[1]] == 1
+
+
+def test_a_preview_draws_masks(tmp_path: Path, masked: Path) -> None:
+    index = index_of(masked, masks=True)
+    labels = MASKS.labels(index, 0)
+    pixels = np.full((1, 3, HEIGHT * 2, WIDTH * 2), 100, np.uint8)
+    [picture] = training_pictures(pixels, labels)
+    changed = (picture.image != 100).any(axis=2)[::2, ::2]
+    assert changed[:, :15].sum() == ring_with_hole()[:, :15].sum()

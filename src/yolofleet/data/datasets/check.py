@@ -20,11 +20,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from yolofleet.data.datasets.divide import parted_groups
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import KINDS, MAX_PROBLEMS_KEPT, Problem
 from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
+from yolofleet.data.geometry.rle import RunTable, slices_of
 from yolofleet.data.images.decode import read_image
 from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import DataError
@@ -36,6 +39,13 @@ _CHUNK = 64
 _THREADS = 8  # they mostly wait for the disk
 _MOST_PROCESSES = 16
 _BLOCK_BYTES = 1 << 20
+_RUNS_AT_ONCE = 1 << 22  # about 200 MB of temporaries
+_IMG, _CELL = 640, 4  # pixels: the usual image size, and the side of a pixel of a loss
+MASK_COUNTS = (
+    "labels without a mask",
+    "masks that leave their box",
+    "masks below a pixel of the loss at 640 px",
+)
 _DARK = 17  # 12 of 16 bits end at 15 after the division by 256
 Progress = Callable[[str, int, int], None]  # stage, images done, all
 
@@ -54,11 +64,17 @@ def lenient_index(
     on_progress: Progress,
     problems_kept: int = 0,
     single_cls: bool = False,
+    masks: bool | None = False,
 ) -> DataIndex:
-    """Return the index of a split without raising for its problems. Training reuses the stored index."""
+    """Return the index of a split without raising for its problems. Training reuses the stored index.
+
+    Args:
+        masks: as for ``build_index``.
+    """
     return build_index(
         spec,
         split,
+        masks=masks,
         strict=False,
         single_cls=single_cls,
         problems_kept=max(problems_kept, MAX_PROBLEMS_KEPT),
@@ -73,6 +89,7 @@ class DatasetCheck:
     Attributes:
         indexes: of the splits that can be read; ``errors`` has the others.
         problems: those that are kept; ``kinds`` counts all.
+        masks: what is wrong with masks, see ``mask_counts``; none for a split without any.
         copies: groups of equal images, (split, path) of each.
         parted: notes about frames of videos in several splits.
     """
@@ -82,6 +99,7 @@ class DatasetCheck:
     errors: dict[str, DataError] = field(default_factory=dict)
     problems: dict[str, list[Problem]] = field(default_factory=dict)
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
+    masks: dict[str, dict[str, int]] = field(default_factory=dict)
     copies: list[list[tuple[str, str]]] = field(default_factory=list)
     parted: list[str] = field(default_factory=list)
 
@@ -118,6 +136,12 @@ class DatasetCheck:
             )
         return notes
 
+    def totals(self, index: DataIndex) -> dict[str, int]:
+        """Return the totals of a split, with those of its masks if any split has some."""
+        return index.totals() | (
+            self.masks.get(index.split) or dict.fromkeys(MASK_COUNTS, 0) if self.masks else {}
+        )
+
     def verdict(self, data: str) -> DataError | None:
         """Return an error if images or labels are lost, or an image is in two splits."""
         lost = {kind for counts in self.kinds.values() for kind in counts if KINDS[kind].loses}
@@ -139,7 +163,7 @@ class DatasetCheck:
             "names": list(self.spec.names),
             "splits": {
                 index.split: {
-                    **{name.replace(" ", "_"): number for name, number in index.totals().items()},
+                    **{name.replace(" ", "_"): number for name, number in self.totals(index).items()},
                     "labels_of_class": dict(zip(index.names, index.class_counts().tolist(), strict=True)),
                     "kinds": dict(self.kinds[index.split]),
                     "problems": [{**asdict(p), "action": p.action} for p in self.problems[index.split]],
@@ -178,12 +202,19 @@ def check_dataset(
     for split in splits:
         try:
             index = lenient_index(
-                spec, split, on_progress=on_progress, problems_kept=problems_kept, single_cls=single_cls
+                spec,
+                split,
+                on_progress=on_progress,
+                problems_kept=problems_kept,
+                single_cls=single_cls,
+                masks=None,
             )
         except DataError as error:
             found.errors[split] = error
             continue
         found.indexes.append(index)
+        if index.has_runs:
+            found.masks[split] = mask_counts(index)
         undecodable = []
         if decode:
             problems = decode_all(index, on_progress=partial(on_progress, f"decoding {split}"))
@@ -203,6 +234,26 @@ def check_dataset(
         for split in copied_in:
             found.kinds[split]["image-in-two-splits" if len(copied_in) > 1 else "image-copy"] += 1
     return found
+
+
+def mask_counts(index: DataIndex) -> dict[str, int]:
+    """Return how many labels, without crowd regions, have no mask, a mask that leaves its box by more than a pixel, or one that
+    is smaller than a pixel of the maps that a loss compares, in training at ``_IMG`` pixels.
+    """
+    lengths = np.diff(index.run_offsets)
+    sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)  # [M, 2]
+    middle, half = index.boxes_cxcywh_unit[:, :2] * sizes, index.boxes_cxcywh_unit[:, 2:] * sizes / 2
+    leaves, small = np.zeros((2, len(lengths)), bool)
+    for part in slices_of(lengths, _RUNS_AT_ONCE):
+        start, stop = index.run_offsets[part.start], index.run_offsets[part.stop]
+        table = RunTable(index.run_lengths[start:stop], lengths[part])
+        corner, sides = np.split(table.boxes_xywh(sizes[part, 1].astype(np.int64)), 2, axis=1)
+        over = np.maximum((middle - half)[part] - corner, corner + sides - (middle + half)[part])
+        leaves[part] = (over > 1.01).any(axis=1)
+        small[part] = table.areas * (_IMG / sizes[part].max(axis=1)) ** 2 < _CELL**2
+    has = (lengths > 0) & ~index.crowd
+    counts = (~has & ~index.crowd, leaves & has, small & has)
+    return {name: int(of.sum()) for name, of in zip(MASK_COUNTS, counts, strict=True)}
 
 
 # -- images that do not decode, and equal images --------------------------------------------------------------------

@@ -76,7 +76,6 @@ class CocoFiles(SplitReader):
         self.table, self.problems = table, problems + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
-        self.has_masks = bool(len(table.rle_rows))
         self.key_text = repr((table.path, stamp(table.path), table.problems))
         known = {category: number for number, category in enumerate(category_ids)}
         if names and len(set(names)) == len(names):  # files may number the same names in other ways
@@ -148,6 +147,10 @@ class CocoFiles(SplitReader):
                     Problem(path, line, f"{opening}its mask cannot be read: {problem}", "mask-unreadable")
                 )
         return found
+
+    @property
+    def has_masks(self) -> bool:
+        return bool(len(self.table.rle_rows))
 
     @cached_property
     def _mask_at(self) -> dict[int, int]:

@@ -34,7 +34,7 @@ from yolofleet.data.datasets.divide import (
     parted_groups,
 )
 from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
+from yolofleet.data.datasets.labels import Id, Outlines, in_order, offsets_of
 from yolofleet.data.datasets.scan import outline_arrays
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
@@ -185,7 +185,12 @@ def joined(indexes: Sequence[DataIndex], names: Sequence[str]) -> DataIndex:
         every(np.diff(index.point_offsets) for index in indexes),
         every(index.points for index in indexes),
     )
+    run_counts = every(
+        np.diff(one.run_offsets) if one.has_runs else np.zeros(len(one.classes), np.int64) for one in indexes
+    )
     values: dict[str, Any] = {
+        "run_offsets": offsets_of(run_counts if any(one.has_runs for one in indexes) else run_counts[:0]),
+        "run_lengths": every(one.run_lengths for one in indexes),
         **{name: every(getattr(index, name) for index in indexes) for name in _COLUMNS},
         **{name: offsets_of(every(np.diff(getattr(i, name)) for i in indexes)) for name in _OFFSETS},
         **outline_arrays(outlines),
@@ -341,6 +346,10 @@ def _with_owners(index: DataIndex, owner_of: np.ndarray, keep: np.ndarray) -> Da
     if len(index.points):
         outlines = Outlines(np.diff(index.polygon_offsets), np.diff(index.point_offsets), index.points)
         moved |= outline_arrays(outlines.in_order(order))
+    if index.has_runs:
+        run_counts = np.diff(index.run_offsets)
+        moved["run_offsets"] = offsets_of(run_counts[order])
+        moved["run_lengths"] = in_order(index.run_lengths, run_counts, order)
     return replace(index, offsets=offsets_of(np.bincount(owner[order], minlength=len(index))), **moved)
 
 
@@ -408,7 +417,7 @@ def _difference(folder: Path, done: Combined, entries: Mapping[str, str], about:
     try:
         spec = load_dataset(str(folder / "data.yaml"))
         for split, index in done.indexes.items():
-            found = build_index(spec, split)
+            found = build_index(spec, split, masks=index.has_runs)
             if list(map(os.path.realpath, found.paths)) != list(map(os.path.realpath, index.paths)):
                 return f"{len(found)} images of {split}, not the {len(index)} that were chosen"
             for name in ("offsets", "classes", "crowd"):
@@ -416,6 +425,8 @@ def _difference(folder: Path, done: Combined, entries: Mapping[str, str], about:
                     return f"{name} of {split}"
             if np.abs(found.boxes_cxcywh_unit - index.boxes_cxcywh_unit).max(initial=0) > TOLERANCE:
                 return f"boxes of {split}"
+            if not np.array_equal(found.run_lengths, index.run_lengths):
+                return f"masks of {split}"
     except YolofleetError as error:
         return error.what
     return ""

@@ -35,6 +35,7 @@ from yolofleet.data.datasets.writers import (
     Images,
     below_common_folder,
     free_names,
+    joined_masks,
     lost_numbers,
     place,
     write_coco,
@@ -79,6 +80,7 @@ def convert(
     splits: Sequence[str] = (),
     names: Sequence[str] = (),
     images: Images = "link",
+    masks: bool = False,
     on_progress: Progress = lambda what, done, total: None,
 ) -> Converted:
     """Write a data set as a new folder in another format.
@@ -89,6 +91,7 @@ def convert(
         names: classes to keep, in this order; labels of other classes are left out. () means all.
         images: hard links (copies if the file system refuses), copies, symbolic links, or none: labels only, for
             images that are elsewhere under the same names.
+        masks: in YOLO's format, write polygons instead of the boxes of labels that have masks. COCO's has both.
     Raises:
         ConfigError: ``out`` is not empty; unknown splits or names; names that the target cannot store.
         DataError: the source is not usable for training.
@@ -99,7 +102,10 @@ def convert(
     for split in splits:
         spec.sources(split)
     done = Converted(out)
-    work = _Work(spec, target, images, done, on_progress)
+    if masks and target != "yolo":
+        what = "COCO's format keeps them" if target == "coco" else "VOC's format has no masks"
+        raise ConfigError(f"--masks --to {target}: {what}", source="command line", hint="leave out --masks")
+    work = _Work(spec, target, images, masks, done, on_progress)
     work.read(splits or tuple(spec.splits), names)
     work.name_images()
 
@@ -119,7 +125,9 @@ def convert(
 
 def noted_index(spec: DatasetSpec, split: str, on_progress: Progress) -> tuple[DataIndex, list[str]]:
     """Return the index of a split, and notes about its problems and what was assumed. Raises as ``build_index``."""
-    index = build_index(spec, split, on_progress=functools.partial(on_progress, f"reading {split}"))
+    index = build_index(
+        spec, split, masks=None, on_progress=functools.partial(on_progress, f"reading {split}")
+    )
     text = index.problems_text().replace("\n", "\n  ")
     problems = [f"problems of {split}:\n  {text}"] if text else []
     return index, [*problems, *(f"{split}: {note}" for note in index.assumed)]
@@ -152,6 +160,7 @@ class _Work:
     spec: DatasetSpec
     target: Target
     images: Images
+    masks: bool
     done: Converted
     on_progress: Progress
     indexes: dict[str, DataIndex] = field(default_factory=dict)
@@ -251,7 +260,10 @@ class _Work:
                 entries[split] = f"ImageSets/Main/{split}.txt"
                 write_lines(folder / entries[split], [os.path.splitext(name)[0] for name in names])
             else:
-                twice, crowd = write_yolo(folder, split, names, index), int(index.crowd.sum())
+                twice, crowd = (
+                    write_yolo(folder, split, names, index, masks=self.masks),
+                    int(index.crowd.sum()),
+                )
                 labels -= twice + crowd
                 lost += [f"{crowd} crowd regions or difficult objects: left out"] if crowd else []
                 lost += [f"{twice} repeated labels: written once"] if twice else []
@@ -261,6 +273,16 @@ class _Work:
                     write_lines(folder / f"{split}.txt", [f"./images/{split}/{name}" for name in names])
             if self.target != "coco":
                 lost += lost_numbers(index, names)
+            has_mask = (
+                (np.diff(index.run_offsets) > 0) & ~index.crowd if index.has_runs else np.zeros(0, bool)
+            )
+            if self.masks and has_mask.any():
+                self.done.notes.append(f"{split}: {joined_masks(index)}")
+            elif has_mask.any() and self.target != "coco":
+                ways = "--masks writes polygons" if self.target == "yolo" else "--to coco keeps them"
+                self.done.notes.append(
+                    f"{split}: {has_mask.sum()} masks: only their boxes are written; {ways}"
+                )
             self.done.notes += [f"{split}: {self.target} cannot store {what}" for what in lost]
             self.done.splits[split] = len(index), labels
         class_names = next(iter(self.indexes.values())).names
@@ -318,12 +340,15 @@ class _Work:
             if log.kept or problems:
                 return str(log.kept[0]) if log.kept else problems[0]
             owner = raw.image
-            expected = _rows_of(index, here, self.target)
+            expected = _rows_of(index, here, self.target, masks=self.masks)
             got = (owner, raw.values[:, 0].astype(np.int64), raw.crowd)
             if not all(np.array_equal(a, b) for a, b in zip(got, expected[:3], strict=True)):
                 return f"labels of {reader.images[start]} to {reader.images[start + len(here) - 1]}"
             size = np.tile(index.sizes_wh[here][owner].astype(np.float64), (1, 2))
-            if (np.abs(raw.values[:, 1:] - expected[3]) * size > TOLERANCE_PX).any():
+            off = np.abs(raw.values[:, 1:] - expected[3]) * size > TOLERANCE_PX
+            if self.masks and raw.outlines:  # their boxes are those around the polygons
+                off &= (raw.outlines.polygon_counts == 0)[:, None]
+            if off.any():
                 return f"boxes of {reader.images[start]} to {reader.images[start + len(here) - 1]}"
         return None
 
@@ -370,7 +395,7 @@ def distinct(ids: Sequence[Id]) -> tuple[Id, ...]:
 
 
 def _rows_of(
-    index: DataIndex, images: np.ndarray, target: Target
+    index: DataIndex, images: np.ndarray, target: Target, *, masks: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return what the target should hold for these images: image int64 [m], class, crowd, box (cxcywh, unit)."""
     counts = np.diff(index.offsets)[images]
@@ -380,6 +405,8 @@ def _rows_of(
     if target == "yolo":
         rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
         columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])
+        if masks and index.has_runs:  # whose polygons differ where their boxes are equal
+            columns = np.column_stack([columns, np.where(np.diff(index.run_offsets)[rows] > 0, rows, -1)])
         # YOLO's writer drops repeated labels
         first = np.sort(np.unique(columns, axis=0, return_index=True)[1])
         rows, owner = rows[first], owner[first]

@@ -35,6 +35,7 @@ from yolofleet.data.datasets.labels import (
     Outlines,
     Problem,
     ProblemLog,
+    in_order,
     offsets_of,
 )
 from yolofleet.data.datasets.reader import SplitReader, without_repeats
@@ -187,7 +188,7 @@ class DataIndex:
         if self.has_runs:
             run_counts = np.diff(self.run_offsets)
             outlines["run_offsets"] = offsets_of(run_counts[keep])
-            outlines["run_lengths"] = self.run_lengths[np.repeat(keep, run_counts)]
+            outlines["run_lengths"] = in_order(self.run_lengths, run_counts, np.flatnonzero(keep))
         return replace(
             self,
             classes=self.classes[keep],

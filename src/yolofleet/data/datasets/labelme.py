@@ -3,20 +3,24 @@
 """labelme's JSON, which X-AnyLabeling also writes: a file per image with shapes in pixels, ``a.json`` for ``a.jpg``.
 
 A rectangle has two opposite corners in any order, or four. A polygon, circle, mask or rotated rectangle is learned as
-the box around it. Such shapes with the same label and ``group_id`` are parts of one object. Points and lines are not used.
+the box around it, or where masks are read as a mask. Such shapes with the same label and ``group_id`` are parts of one object.
+Points and lines are not used. A mask is a PNG in base64 over the box of its two points.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
 from yolofleet.data.datasets import forms
@@ -29,7 +33,7 @@ from yolofleet.data.datasets.annotations import (
     summaries,
     unknown_class,
 )
-from yolofleet.data.datasets.labels import Problem, ProblemLog
+from yolofleet.data.datasets.labels import Outline, Parts, Problem, ProblemLog
 from yolofleet.data.datasets.reader import (
     ABSENT,
     LabelError,
@@ -41,9 +45,13 @@ from yolofleet.data.datasets.reader import (
 )
 from yolofleet.data.datasets.spec import DatasetSpec, Format, SplitSource
 from yolofleet.data.datasets.yolotxt import YoloFiles, images_of, walk
+from yolofleet.data.geometry import rle
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
 _WITHOUT_BOX = ("point", "points", "line", "linestrip")
+_FIRST = 20  # files that show whether there are masks
+_TURN = np.arange(64) / 64 * 2 * np.pi
+_CIRCLE = np.column_stack([np.cos(_TURN), np.sin(_TURN)])
 _LEAST_POINTS = {"rectangle": 2, "circle": 2, "mask": 2}  # other shapes are outlines of 3 points or more
 
 
@@ -52,7 +60,7 @@ class LabelmeFiles(LabelFiles):
 
     form = None
 
-    def __init__(self, path: Path, files: YoloFiles, names: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, files: YoloFiles, names: tuple[str, ...], *, masks: bool = False) -> None:
         """Find the label files of the images that ``files`` found in ``path``.
 
         Other files below ``path`` are those of the images that their ``imagePath`` states. That path may be one of another
@@ -84,6 +92,7 @@ class LabelmeFiles(LabelFiles):
         self.problems = (
             files_found("name-assumed", assumed) + files_found("labels-without-image", unused) + unread
         )
+        self._masks = masks
         self._classes = {name: number for number, name in enumerate(names)}
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
@@ -113,10 +122,63 @@ class LabelmeFiles(LabelFiles):
             number, shape, _ = parts[0]
             points = np.concatenate([corners for *_, corners in parts]) / np.maximum(size, 1)
             low, high = points.min(0), points.max(0)
-            is_outline = len(parts) == 1 and str(shape.get("shape_type")) not in _LEAST_POINTS
+            outline: Outline = []
+            if self._masks:
+                outline = self._outline(image, parts, size, size_wh, log)
+            elif len(parts) == 1 and str(shape.get("shape_type")) not in _LEAST_POINTS:
+                outline = points.ravel().tolist()
             values = [self._classes[shape["label"]], *((low + high) / 2).tolist(), *(high - low).tolist()]
             difficult = any(flag_of(shape.get("difficult")) for _, shape, _ in parts)
-            yield number, values, difficult, points.ravel().tolist() if is_outline else []
+            yield number, values, difficult, outline
+
+    def _outline(
+        self,
+        image: int,
+        parts: Sequence[tuple[int, dict[str, Any], np.ndarray]],
+        size: tuple[int, int],
+        size_wh: np.ndarray,
+        log: ProblemLog,
+    ) -> Outline:
+        """Return the mask of an object: polygons as fractions of the image, or run lengths if a part is a bitmap.
+
+        Args:
+            size: that coordinates refer to; a bitmap must have the pixels of the image, ``size_wh``.
+        """
+        width, height = size_wh.tolist()
+        polygons, bitmaps = [], []
+        for number, shape, corners in parts:
+            kind = str(shape.get("shape_type") or "polygon")
+            if kind == "circle":
+                corners = corners.mean(0) + _CIRCLE * (corners[1] - corners[0]) / 2
+            if kind == "mask":
+                try:
+                    if size != (width, height):
+                        raise ValueError("the labels state another size of the image")
+                    bitmaps.append(_runs_of_png(shape.get("mask"), corners, (height, width)))
+                except ValueError as problem:
+                    what = f"shape {number}: its mask cannot be read: {problem}"
+                    log.add(Problem(self.labels[image], None, what, "mask-unreadable"))
+            elif kind != "rectangle":
+                polygons.append(corners / np.maximum(size, 1))
+        if not bitmaps:
+            return Parts([polygon.ravel().tolist() for polygon in polygons])
+        pixels = [polygon * size_wh for polygon in polygons]
+        runs = rle.union([*bitmaps, rle.from_polygons(pixels, (height, width))], (height, width))
+        return rle.Mask((height, width), runs)
+
+    @property
+    def has_masks(self) -> bool:
+        """See ``SplitReader.has_masks``."""
+        files = (file for file, about in zip(self.labels, self.label_stamps, strict=True) if about != ABSENT)
+        for file in islice(files, _FIRST):
+            with suppress(LabelError):
+                for shape in _read(file)["shapes"]:
+                    kind = shape.get("shape_type") if isinstance(shape, dict) else "rectangle"
+                    if kind in ("mask", "circle") or (
+                        kind != "rectangle" and shape.get("group_id") is not None
+                    ):
+                        return True
+        return False
 
     def _corners(self, shape: Any) -> tuple[np.ndarray | None, str, str]:
         """Return the corners of a shape in pixels, [n, 2]; or None, the kind of problem, and what is wrong."""
@@ -148,6 +210,31 @@ class LabelmeFiles(LabelFiles):
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], None, f"shape {mark}: "
+
+
+def _runs_of_png(text: object, corners: np.ndarray, size_hw: tuple[int, int]) -> np.ndarray:
+    """Return the run lengths of a bitmap, a PNG in base64 over a box whose corners [2, 2] are pixels of an image.
+
+    Raise ValueError, with the reason, before memory is taken for a bitmap that does not fill the box.
+    """
+    if not isinstance(text, str):
+        raise ValueError("it has no bitmap")
+    (left, top), (right, bottom) = np.rint(corners).clip(-1, 1 << 31).astype(int).tolist()
+    if not (0 <= left < right <= size_hw[1] and 0 <= top < bottom <= size_hw[0]):
+        raise ValueError("its box is not inside the image")
+    data = base64.b64decode(text, validate=True)
+    if not data.startswith(b"\x89PNG\r\n\x1a\n") or data[12:16] != b"IHDR" or len(data) < 24:
+        raise ValueError("its bitmap is not a PNG")
+    width, height = struct.unpack_from(">II", data, 16)
+    if (width, height) != (right - left, bottom - top):
+        raise ValueError(f"its bitmap has {width} x {height} pixels, its box {right - left} x {bottom - top}")
+    try:
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
+    except cv2.error:
+        pixels = None
+    if pixels is None or pixels.shape != (height, width):
+        raise ValueError("its bitmap cannot be decoded")
+    return rle.encode(pixels > 0, size_hw, (left, top))
 
 
 def _own_files(files: YoloFiles) -> dict[str, str]:
@@ -184,7 +271,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _reader(source: SplitSource, spec: DatasetSpec, images: YoloFiles | None) -> LabelmeFiles:
-    return LabelmeFiles(source.path, images or images_of(source, spec), spec.names)
+    return LabelmeFiles(source.path, images or images_of(source, spec), spec.names, masks=spec.masks)
 
 
 def _has_files(path: Path, files: YoloFiles) -> bool:

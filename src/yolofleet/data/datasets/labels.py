@@ -218,6 +218,12 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
+def in_order(values: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the values of some groups, int64 [m] their numbers, in this order; each group has so many values."""
+    chosen: np.ndarray = values[_ranges(offsets_of(counts)[rows], counts[rows])]
+    return chosen
+
+
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
     before = np.cumsum(counts) - counts

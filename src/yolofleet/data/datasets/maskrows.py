@@ -77,6 +77,17 @@ def rings_of(polygon: np.ndarray) -> list[np.ndarray]:
     return found
 
 
+def joined_rings(rings: Sequence[np.ndarray]) -> np.ndarray:
+    """Return rings [k, 2] as one polygon: lines that are walked twice, there and back, join parts and holes."""
+    whole, *others = rings
+    for ring in others:
+        away = ((whole[:, None] - ring) ** 2).sum(axis=2)
+        at, start = np.unravel_index(away.argmin(), away.shape)
+        around = np.roll(ring, -int(start), axis=0)
+        whole = np.concatenate([whole[: at + 1], around, around[:1], whole[at:]])
+    return whole
+
+
 def _loops(keys: Sequence[int]) -> list[list[int]]:
     """Return the numbers of the points of each loop of a walk over points, which may come back to a point."""
     loops: list[list[int]] = []

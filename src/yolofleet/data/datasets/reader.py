@@ -56,7 +56,6 @@ class SplitReader:
         form: which of ``forms.FORMS`` the numbers of a box have in this format; None: shapes have points of their own.
         problems: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
-        has_masks: whether labels have masks that are not polygons, which are read only where masks are asked for.
     """
 
     images: Sequence[str]
@@ -67,7 +66,11 @@ class SplitReader:
     bare_rows = False
     form: int | None = forms.CENTRE
     problems: Sequence[tuple[Problem, int]] = ()
-    has_masks = False
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some of the first labels have masks that are no single polygon, which are read only where masks are asked for."""
+        return False
 
     def files(self, start: int, stop: int) -> list[str]:
         """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""

@@ -27,6 +27,8 @@ import numpy as np
 from yolofleet import __version__
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import Id
+from yolofleet.data.datasets.maskrows import joined_rings
+from yolofleet.data.geometry import rle
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.storage.caches import is_mirrored
 from yolofleet.storage.foreign import copy_foreign
@@ -110,11 +112,14 @@ def _place(path: str, to: str, how: Images) -> bool:
     return True
 
 
-def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex) -> int:
+def write_yolo(
+    folder: Path, split: str, names: Sequence[str], index: DataIndex, *, masks: bool = False
+) -> int:
     """Write ``labels/<split>/<name>.txt`` for each image, even if it has no labels. Crowd regions are left out.
 
     Args:
         names: [N] paths of the images below ``images/<split>``, separated by /.
+        masks: write the polygons of labels that have them.
     Returns:
         the number of labels left out because they repeat an earlier one; the reader would drop them.
     """
@@ -129,17 +134,40 @@ def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex)
             classes = index.classes[first:last].tolist()
         start, stop = (index.offsets[at : at + 2] - first).tolist()
         crowd = index.crowd[first + start : first + stop].tolist()
+        shapes = boxes[start:stop].tolist()
+        if masks:
+            outlines = (index.outline(row) for row in range(first + start, first + stop))
+            shapes = [_polygon_text(own) or box for own, box in zip(outlines, shapes, strict=True)]
         rows = [
-            f"{number} {' '.join(box)}\n"
-            for number, box, is_crowd in zip(
-                classes[start:stop], boxes[start:stop].tolist(), crowd, strict=True
-            )
+            f"{number} {' '.join(shape)}\n"
+            for number, shape, is_crowd in zip(classes[start:stop], shapes, crowd, strict=True)
             if not is_crowd
         ]
         distinct = dict.fromkeys(rows)
         twice += len(rows) - len(distinct)
         _write(os.path.join(root, os.path.splitext(name)[0] + ".txt"), "".join(distinct))
     return twice
+
+
+def _polygon_text(rings: list[np.ndarray]) -> list[str]:
+    """Return the coordinates of one polygon that has all rings of a mask; none for a box."""
+    return joined_rings(rings).ravel().round(6).astype("U8").tolist() if rings else []
+
+
+def joined_masks(index: DataIndex) -> str:
+    """Return what became of the masks that are more than one polygon, for ``Converted.notes``."""
+    outlines = [rings for at in range(len(index)) for rings in index.outlines(at)]
+    holes = sum(any(_area(ring) < 0 for ring in rings) for rings in outlines)
+    parts = sum(sum(_area(ring) > 0 for ring in rings) > 1 for rings in outlines)
+    return (
+        f"{sum(map(bool, outlines))} masks are written as polygons: seams join the parts of {parts} and the holes of {holes}, which "
+        "other programs may fill"
+    )
+
+
+def _area(ring: np.ndarray) -> float:
+    x, y = ring.T
+    return float((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2)
 
 
 def write_coco(
@@ -186,9 +214,14 @@ def write_coco(
                     "area": round(float(index.area_px[row]), 3),
                     "iscrowd": int(index.crowd[row]),
                 }
-                if outlines := index.outline(row):
-                    size = index.sizes_wh[at].astype(np.float64)
-                    annotation["segmentation"] = [(xy * size).round(4).ravel().tolist() for xy in outlines]
+                width, height = index.sizes_wh[at].tolist()
+                polygons = [(xy.astype(np.float64) * (width, height)).round(4) for xy in index.outline(row)]
+                runs = index.runs(row) if index.has_runs else np.zeros(0, np.uint32)
+                # an outline in the file is as exact as in the index, which may not be enough for the same pixels
+                if len(runs) and not np.array_equal(rle.from_polygons(polygons, (height, width)), runs):
+                    annotation["segmentation"] = rle.Mask((height, width), runs).coco()
+                elif polygons:
+                    annotation["segmentation"] = [polygon.ravel().tolist() for polygon in polygons]
                 file.write((",\n" if number > 1 else "\n") + json.dumps(annotation))
         file.write(f'\n],\n"categories": {json.dumps(categories)}}}\n')
 

@@ -20,6 +20,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.runs.report.draw import Picture, colour, picture_grid
 from yolofleet.runs.report.results import number, read_rows
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+MASK_OPACITY = 0.4
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f97316", "#16a34a", "#dc2626", "#9ca3af"
 STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -229,6 +231,16 @@ def hex_colour(class_idx: int) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
+def _with_masks(rgb: np.ndarray, labels: MaskShapes) -> np.ndarray:
+    """Return a copy of an image uint8 [H, W, 3] RGB in which masks have the colours of their classes."""
+    shown = rgb.astype(np.float32)
+    for raster, class_idx in zip(labels.rasters(rgb.shape[:2]), labels.classes.tolist(), strict=True):
+        share = raster[..., None] * np.float32(MASK_OPACITY / 255)
+        shown += share * (np.array(colour(class_idx)[::-1], np.float32) - shown)
+    result: np.ndarray = shown.round().astype(np.uint8)
+    return result
+
+
 def training_pictures(
     images: Any, labels: Shapes, titles: Sequence[str] = (), *, most: int = 16
 ) -> list[Picture]:
@@ -243,5 +255,7 @@ def training_pictures(
         height, width = rgb.shape[:2]
         mine = labels.rows(labels.image == i)
         title = titles[i] if i < len(titles) else ""
+        if isinstance(mine, MaskShapes):
+            rgb = _with_masks(rgb, mine)
         pictures.append(Picture(rgb[..., ::-1], mine.corners_px(width, height), mine.classes, None, title))
     return pictures

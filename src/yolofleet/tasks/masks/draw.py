@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 
 from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.maskrows import joined_rings
 from yolofleet.data.geometry import rle
 from yolofleet.runs.report.draw import colour
 from yolofleet.runs.report.plots import or_note
@@ -31,13 +32,7 @@ def polygons(mask: rle.Mask) -> list[np.ndarray]:
 
 def one_polygon(mask: rle.Mask) -> np.ndarray:
     """Return all outlines as one polygon int64 [k, 2]: lines that are walked twice, there and back, join parts and holes."""
-    whole, *others = polygons(mask) or [np.zeros((0, 2), np.int64)]
-    for ring in others:
-        away = ((whole[:, None] - ring) ** 2).sum(axis=2)
-        at, start = np.unravel_index(away.argmin(), away.shape)
-        around = np.roll(ring, -int(start), axis=0)
-        whole = np.concatenate([whole[: at + 1], around, around[:1], whole[at:]])
-    return whole
+    return joined_rings(polygons(mask) or [np.zeros((0, 2), np.int64)])
 
 
 def painted(image: np.ndarray, masks: Sequence[rle.Mask] | np.ndarray, classes: np.ndarray) -> np.ndarray:

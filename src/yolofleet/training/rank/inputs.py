@@ -306,7 +306,7 @@ def training_samples(
 def write_preview(
     config: TrainConfig, recipe: Recipe, index: DataIndex, out: Path, *, count: int, epoch: int
 ) -> None:
-    """Write a sheet of the first ``count`` training images of an epoch with their boxes, as JPEG or PNG by the suffix.
+    """Write a sheet of the first ``count`` training images of an epoch with their boxes and masks, as JPEG or PNG by the suffix.
 
     Args:
         epoch: from 1.
@@ -314,10 +314,12 @@ def write_preview(
         YolofleetError: an image cannot be read, or the file cannot be written.
     """
     from yolofleet.runs.report.plots import plot_pictures, training_pictures
+    from yolofleet.tasks.masks.task import MASKS
 
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)
-    samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
+    labels = MASKS.labels if index.has_runs else None
+    samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE, labels=labels)
     together, images = config.micro_batch, len(index)
     first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
     positions = [divmod(at, images) for at in range(first, first + count)]
