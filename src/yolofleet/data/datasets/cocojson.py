@@ -349,7 +349,7 @@ def load_table(path: Path, *, masks: bool = False) -> CocoTable:
     return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns, masks)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)  # of train and val, with masks and without, and of another set
 def _load_table(path: str, size: int, modified_ns: int, masks: bool) -> CocoTable:
     text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}" + "\0masks" * masks
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path, masks=masks))))
