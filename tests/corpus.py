@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import numpy as np
 import torch
 from exported import job_of, metadata_of, network, small
 from small_data import encoded, picture, with_exif_jpeg, with_exif_png
@@ -107,6 +108,15 @@ class Corpus:
             }
             content = {"shapes": [shape], "imagePath": image.name, "imageHeight": None, "imageWidth": None}
             copy.with_suffix(".json").write_text(json.dumps(content))
+
+    def _masked(self, path: Path) -> None:
+        for image in sorted((self.get("set") / "images").glob("*/*0.*")):
+            shutil.copy(image, _made(path / "images" / image.parent.name) / image.name)
+            size = cv2.imread(str(image)).shape[:2]
+            numbers = np.zeros(size, np.uint8)
+            numbers[4:12, 5:20], numbers[20:30, 8:16] = 1, 2
+            mask = _made(path / "masks" / image.parent.name) / f"{image.stem}.png"
+            mask.write_bytes(cv2.imencode(".png", numbers)[1].tobytes())
 
     # -- weights
 
@@ -243,7 +253,12 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "listed", "coco", "voc", "labelme", "shards", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+ALL = ("set", "listed", "coco", "voc", "labelme", "masked", "shards", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",

@@ -140,6 +140,7 @@ READERS = {
     "labels of shards": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "labels-00000.tar"),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "VOC": Reader("voc", lambda path: read_annotation(str(path)), LabelError, "Annotations/*.xml"),
+    "masked": Reader("masked", partial(problems_of, "masked", "train"), DataError, "masks/train/*.png", drops=True),
     "labelme": Reader("labelme", partial(problems_of, "labelme", "train"), DataError, "train/*.json", junk=False, drops=True),
     "image": Reader("pictures/a.jpg", read_image, DataError),
     "part of an image": Reader("pictures/a.jpg", partial(read_image, seen=(5, 5, 9, 9)), DataError),

@@ -211,6 +211,7 @@ FILES: dict[str, tuple[str | tuple[str, str], str, Callable[[Case, str], Action]
     "coco-json": ("coco", "annotations/*.json", use_data),
     "voc-xml": ("voc", "Annotations/*.xml", use_data),
     "labelme-json": ("labelme", "*/*.json", use_data),
+    "mask-images": ("masked", "masks/*/*.png", use_data),
     "voc-lists": ("voc", "ImageSets/Main/*.txt", use_data),
     "pictures": ("pictures", "*", use_pictures),
     "videos": ("videos", "*", use_pictures),

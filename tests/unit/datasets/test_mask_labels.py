@@ -379,3 +379,52 @@ def test_a_preview_draws_masks(tmp_path: Path, masked: Path) -> None:
     [picture] = training_pictures(pixels, labels)
     changed = (picture.image != 100).any(axis=2)[::2, ::2]
     assert changed[:, :15].sum() == ring_with_hole()[:, :15].sum()
+
+
+def two_objects() -> np.ndarray:
+    numbers = np.zeros((HEIGHT, WIDTH), np.uint16)
+    numbers[5:15, 4:14], numbers[20:26, 20:30] = 3, 700
+    return numbers
+
+
+def test_images_of_masks_are_read_in_each_layout(tmp_path: Path) -> None:
+    numbers = two_objects()
+    colours = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    colours[numbers == 3], colours[numbers == 700] = (0, 0, 128), (0, 128, 0)
+
+    def write(path: Path, pixels: np.ndarray) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+
+    of_object = [((numbers == number) * 255).astype(np.uint8) for number in (3, 700)]
+    for root, image, masks in (
+        ("numbers", "images/train/a.png", {"masks/train/a.png": numbers}),
+        ("colours", "train/images/a.png", {"train/masks/a.png": colours}),
+        ("files", "images/a.png", {"masks/a/1.png": of_object[0], "masks/a/2.png": of_object[1]}),
+        ("bowl", "x1/images/x1.png", {"x1/masks/p.png": of_object[0], "x1/masks/q.png": of_object[1]}),
+    ):
+        write_picture(tmp_path / root / image, WIDTH, HEIGHT)
+        for name, pixels in masks.items():
+            write(tmp_path / root / name, pixels)
+        index = index_of(tmp_path / root, masks=None)
+        assert index.names == ("object",) and len(index) == 1 and index.problem_count == 0, root
+        found = sorted(bitmaps(index), key=lambda bitmap: -bitmap.sum())
+        assert (found[0] == (numbers == 3)).all() and (found[1] == (numbers == 700)).all(), root
+        boxes = index.boxes_cxcywh_unit * [WIDTH, HEIGHT, WIDTH, HEIGHT]
+        assert np.allclose(sorted(boxes.tolist()), [[9, 10, 10, 10], [25, 23, 10, 6]], atol=1e-4)
+    convert(load_dataset(str(tmp_path / "bowl")), tmp_path / "coco", "coco")
+    assert len(index_of(tmp_path / "coco/data.yaml", masks=True).run_lengths)
+
+
+def test_images_that_are_no_masks_leave_their_image_out(tmp_path: Path) -> None:
+    for name in "abc":
+        write_picture(tmp_path / f"images/{name}.png", WIDTH, HEIGHT)
+    masks = tmp_path / "masks"
+    write_picture(masks / "b.png", WIDTH + 1, HEIGHT)
+    (masks / "a.png").write_bytes(cv2.imencode(".png", two_objects())[1].tobytes())
+    (masks / "c").mkdir()
+    (masks / "c/1.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    (masks / "c/2.png").write_bytes(cv2.imencode(".png", np.zeros((HEIGHT, WIDTH), np.uint8))[1].tobytes())
+    index = index_of(tmp_path, masks=True)
+    assert [Path(path).name for path in index.paths] == ["a.png", "c.png"] and len(index.classes) == 2
+    assert index.problem_kinds == {"labels-unreadable": 1, "label-unreadable": 1, "box-empty": 1}

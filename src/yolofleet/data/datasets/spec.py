@@ -22,6 +22,7 @@ FORMATS = {  # kind of source -> the module with its ``FORMAT``, in the order in
     "labelme": "labelme",
     "voc": "vocxml",
     "coco": "cocojson",
+    "masks": "maskfiles",
     "yolo": "yolotxt",
     "list": "listed",
 }
@@ -35,7 +36,7 @@ class SplitSource:
 
     Attributes:
         kind: a key of ``FORMATS``. yolo: a folder, or a .txt list of images, also of those with label files of another format;
-            labelme: a folder; coco: a JSON file; voc: an ImageSets/Main list, or a folder; list: ``images`` has them.
+            labelme, masks: a folder; coco: a JSON file; voc: an ImageSets/Main list, or a folder; list: ``images`` has them.
         path: that folder or file.
         image_roots: coco: folders that may hold the images, most likely first.
         images: list: path and labels of each image.
