@@ -304,10 +304,11 @@ class RunTable:
         height = heights[of]
         (x1, y1), (x2, y2) = np.divmod(self._ends[on - 1], height), np.divmod(self._ends[on] - 1, height)
         y1, y2 = np.where(x1 < x2, 0, y1), np.where(x1 < x2, height - 1, y2)
-        low, high = np.full((len(heights), 2), np.iinfo(np.int64).max), np.full((len(heights), 2), -1)
-        np.minimum.at(low, of, np.stack([x1, y1], axis=1))
-        np.maximum.at(high, of, np.stack([x2, y2], axis=1))
-        low[high[:, 0] < 0] = 0
+        low, high = np.zeros((len(heights), 2), np.int64), np.full((len(heights), 2), -1)
+        starts = np.flatnonzero(np.diff(of, prepend=-1))
+        if len(starts):
+            low[of[starts]] = np.minimum.reduceat(np.stack([x1, y1], axis=1), starts)
+            high[of[starts]] = np.maximum.reduceat(np.stack([x2, y2], axis=1), starts)
         return np.concatenate([low, high - low + 1], axis=1)
 
     def intersections(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
