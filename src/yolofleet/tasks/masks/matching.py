@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,7 @@ def mask_labels_of(
     """
     labels = labels_of(index, positions)
     sizes = np.asarray(index.sizes_wh[labels.image], np.int64)
-    masks = [cast(Any, index).runs(row) for row in rows_of(index, positions).tolist()]
+    masks = [index.runs(row) for row in rows_of(index, positions).tolist()]
     boxed = np.array([not len(runs) for runs in masks], bool)
     for row in np.flatnonzero(boxed).tolist():
         masks[row] = box_runs(labels.boxes_xywh_px[row], (int(sizes[row, 1]), int(sizes[row, 0])))
