@@ -70,7 +70,7 @@ def page_of(metrics: CocoMetrics, found: ScoredBoxes, index: DataIndex) -> dict[
     others = rest[:: -(-len(rest) // PICTURES) or 1][:PICTURES]
     pictures = _pictures(index, [*worst, *others])
     return {
-        "curves": _curves(metrics.curves, index.names),
+        "curves": curves_of(metrics.curves, index.names),
         "confusion": _confusion(metrics.confusion),
         "errors": {
             "images": len(positions),
@@ -84,7 +84,7 @@ def page_of(metrics: CocoMetrics, found: ScoredBoxes, index: DataIndex) -> dict[
     }
 
 
-def _curves(curves: PrecisionRecall, names: Sequence[str]) -> dict[str, Any]:
+def curves_of(curves: PrecisionRecall, names: Sequence[str]) -> dict[str, Any]:
     """Return the curves at IoU 0.5 with ``CURVE_POINTS`` points: the mean, then the classes with labels."""
     at = np.linspace(0, len(curves.grid) - 1, CURVE_POINTS).round().astype(np.int64)
 

@@ -181,7 +181,10 @@ class Masks(Task):
         draw_masks(metrics, results, index, folder, note)
 
     def page(self, metrics: MaskMetrics, results: ScoredMasks, index: DataIndex) -> dict[str, Any]:
-        return BOXES.page(metrics, results, index)
+        from yolofleet.tasks.boxes.page import curves_of
+
+        masks = {"mask_curves": curves_of(metrics.masks.curves, index.names)}
+        return BOXES.page(metrics, results, index) | masks
 
     def check(self, asked: Mapping[str, bool]) -> None:
         super().check({flag: given for flag, given in asked.items() if flag in _REFUSED})

@@ -341,6 +341,7 @@
   const RATIO = (_, min, max) => [0, Math.max(max * 1.05, 0.01)];
   const GROUPS = [
     ["average precision", ["metrics/mAP50", "metrics/mAP50-95"], RATIO], ["precision and recall", ["metrics/precision", "metrics/recall"], RATIO],
+    ["average precision of masks", ["metrics/mask_mAP50", "metrics/mask_mAP50-95"], RATIO], ["precision and recall of masks", ["metrics/mask_precision", "metrics/mask_recall"], RATIO],
     ["learning rate", ["lr"], RATIO], ["images per second", ["images_per_s"], RATIO], ["seconds of an epoch", ["seconds", "val_seconds"], RATIO],
     ["share of the training time", ["data_share", "compute_share", "comm_share"], () => [0, 1]], ["device memory, MiB", ["device_memory_mib"], RATIO],
   ];
@@ -372,14 +373,15 @@
     return [hint, grid];
   }
 
-  function accuracy(figures) {
-    const curves = figures.curves;
+  const accuracy = (figures) => [...accuracyOf(figures.curves), ...accuracyOf(figures.mask_curves, " of masks")];
+
+  function accuracyOf(curves, what = "") {
     if (!curves || !curves["precision at recall"].length) return [];
     const few = curves.classes.length <= 10, holder = el("div", { class: "grid" });
     const names = ["all classes (mean)", ...curves.classes];
     const kinds = [["precision over recall", "precision at recall", "recall"], ["F1", "F1", "confidence"], ["precision", "precision", "confidence"], ["recall", "recall", "confidence"]];
     function draw(chosen) {
-      holder.replaceChildren(...kinds.map(([title, key, xLabel]) => chart(title, curves.x, curves[key].map((values, at) => ({
+      holder.replaceChildren(...kinds.map(([title, key, xLabel]) => chart(title + what, curves.x, curves[key].map((values, at) => ({
         label: names[at], values, colour: at === 0 ? "text" : few ? HUES[(at - 1) % HUES.length] : at === chosen ? HUES[1] : HUES[8], thick: at === 0 || at === chosen ? 3 : few ? 1.5 : 0.7,
       })), { xLabel, range: [0, 1.02], legend: few, height: 280 })));
       if (holder.isConnected) redrawAll();
@@ -396,9 +398,10 @@
     const columns = [["class"]], measured = Object.keys(of).length > 0;
     if (train) columns.push(["training labels", true], [""]);
     if (val) columns.push(["validation labels", true]);
-    if (measured) columns.push(["P", true], ["R", true], ["mAP50", true], ["mAP50-95", true]);
+    const figureNames = ["P", "R", "AP50", "AP", "mask P", "mask R", "mask AP50", "mask AP"].filter((key) => names.some((name) => key in (of[name] || {})));
+    if (measured) columns.push(...figureNames.map((key) => [key.replace(/AP$/, "mAP50-95").replace(/AP50$/, "mAP50"), true]));
     const rows = names.map((name, at) => [name, ...(train ? [train.per_class[at], bar(train.per_class[at], most)] : []), ...(val ? [val.per_class[at]] : []),
-      ...(measured ? ["P", "R", "AP50", "AP"].map((key) => (of[name] || {}).labels === 0 ? NO_LABELS : figureOf((of[name] || {})[key])) : [])]);
+      ...(measured ? figureNames.map((key) => (of[name] || {}).labels === 0 ? NO_LABELS : figureOf((of[name] || {})[key])) : [])]);
     return [table("Figures of each class", columns, rows)];
   }
 
