@@ -145,6 +145,7 @@ def plot_results(results_csv: Path, path: Path) -> None:
             lines(axes, f"{kind} loss", series)
         precision = {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)}
         average = {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)}
+        average["mask mAP50-95"] = "metrics/mask_mAP50-95", GREEN
         seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
         lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
         for axes, title, series, least, room in (
