@@ -23,6 +23,7 @@ HGNET64 = {
 }  # of benchmarks/README.md, with the next
 RESNET64 = {"stage_widths": (32, 64, 128, 256), "stage_blocks": (1, 1, 1, 1)}
 RESNET = RESNET64 | {"stage_widths": (8, 8, 16, 16)}
+MASKS = {"mask_width": 16}
 # family, a built-in network, changes of its backbone, width, queries
 NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
@@ -31,6 +32,8 @@ NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
     "dfine-small64": (dfine.FAMILY, "dfine-n", HGNET64, 64, 40),
     "rtdetr-small64": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET64, 64, 40),
+    "dfine-toy-seg": (dfine.FAMILY, "dfine-n", HGNET | MASKS, 16, 20),
+    "rtdetr-toy-seg": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | MASKS, 16, 20),
     "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
 }
 

@@ -1,4 +1,4 @@
-"""RT-DETR and D-FINE: equal bits on every fleet with images that are mostly background, after a kill too."""
+"""RT-DETR and D-FINE, with masks too: equal bits on every fleet with images that are mostly background, after a kill too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in, yolofleet
+from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
+from mask_data import small_masks
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.shapes import make_shapes
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
-NETWORKS = ["dfine-toy", pytest.param("rtdetr-toy", marks=pytest.mark.slow)]
+NETWORKS = [
+    *("dfine-toy", "dfine-toy-seg"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("rtdetr-toy", "rtdetr-toy-seg")),
+]
 IMAGES, LABELLED = 30, 3
 RUN = [
     "train", "--data", "small shapes/data.yaml", "--recipe-class", "small_detr.py:Small", "--img", "64",
@@ -26,10 +30,10 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set with 90 % background: micro-batches, ranks and steps without any label."""
+    """A data set of polygons with 90 % background: micro-batches, ranks and steps without any label."""
     made = tmp_path_factory.mktemp("small detr")
     shutil.copy(SMALL, made)
-    data = small_shapes(made, images=IMAGES, val_images=4)
+    data = small_masks(made, images=IMAGES, val_images=4)
     labels = sorted((data.parent / "labels" / "train").iterdir())
     assert len(labels) == IMAGES
     for number, file in enumerate(labels):
@@ -58,6 +62,8 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
 ) -> None:
     assert trained(folder, f"{model} two", model, 2) == one
     assert trained(folder, f"{model} three", model, 3, "--shares", "1,3,1") == one
+    if model.endswith("-seg"):
+        assert trained(folder, f"{model} uneven", model, 2, "--shares", "7,1") == one
     devices = ["--model", model, "--name", f"{model} devices", "--parallel", "dp"]
     in_ranks(folder, 1, *RUN, *devices, device="cpu:2")
     assert results(folder / "runs" / "train" / f"{model} devices")["weights_sha256"] == one
