@@ -19,6 +19,7 @@ from yolofleet.families.rtdetr import mask_loss
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.mask_loss import MaskLoss, MaskTargets, mask_losses, windows_of
 from yolofleet.families.rtdetr.raws import MaskRaws, MaskTrainingRaws
+from yolofleet.tasks.masks.task import MASKS
 
 SIZE_HW, CELLS_HW, WIDTH = (64, 96), (16, 24), 6
 
@@ -264,3 +265,15 @@ def test_two_passes_have_equal_bits(family: str) -> None:
     first, second = (backward(loss, given, targets) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
     assert F.mse_loss(first[2][0], second[2][0]) == 0
+
+
+def test_made_up_labels_for_a_trial_of_memory_have_masks(family: str) -> None:
+    loss = loss_of(family)
+    counts = [loss.labels_with_most_queries(7), 7]
+    assert counts[0] == loss.boxes.labels_with_most_queries(7) > 0
+    labels = MaskShapes.of_images([MASKS.made_up(n) for n in counts])
+    targets = loss.match(labels, 2, SIZE_HW)
+    assert targets.rasters.shape == (sum(counts), *CELLS_HW)
+    assert (targets.rasters.reshape(sum(counts), -1).mean(1) == 255 / 4).all(), "a half of each side"
+    sums, coefficients, _ = backward(loss, predicted(2, targets.noisy_boxes.shape[1], family), targets)
+    assert sums.isfinite().all() and coefficients.any()
