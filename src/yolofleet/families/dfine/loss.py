@@ -57,7 +57,7 @@ class DfineLoss(RtdetrLoss):
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if not isinstance(raws, DfineTrainingRaws):  # a validation
-            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor
+            return torch.cat([by_output[-1], by_output.new_zeros(len(self.terms) - 3)]) * matching.factor
 
         layers = raws.corners.shape[1]
         shares, noise_shares = distillation_shares(joined, targets, queries)
