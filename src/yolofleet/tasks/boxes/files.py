@@ -36,9 +36,9 @@ def detections_as_coco_json(
         }
         for image, c, box, score in zip(
             detections.image.tolist(),
-            detections.class_idx.tolist(),
+            detections.classes.tolist(),
             detections.boxes_xywh_px.tolist(),
-            detections.score.tolist(),
+            detections.scores.tolist(),
             strict=True,
         )
     ]
@@ -56,9 +56,9 @@ def detections_as_yolo_txt(
     wh = detections.boxes_xywh_px[:, 2:] / size
     centre = detections.boxes_xywh_px[:, :2] / size + wh / 2
     for row, (image, c) in enumerate(
-        zip(detections.image.tolist(), detections.class_idx.tolist(), strict=True)
+        zip(detections.image.tolist(), detections.classes.tolist(), strict=True)
     ):
-        numbers = [*centre[row], *wh[row], *([detections.score[row]] if scores else [])]
+        numbers = [*centre[row], *wh[row], *([detections.scores[row]] if scores else [])]
         lines.setdefault(image, []).append(" ".join([str(c), *(f"{number:.6g}" for number in numbers)]))
     return {image: "\n".join(text) + "\n" for image, text in lines.items()}
 

@@ -38,7 +38,7 @@ class Boxes(Task):
 
     name = "boxes"
     decoded, outputs = Decoded, ("decoded",)
-    nothing = ScoredBoxes(_NONE, _NONE, np.zeros((0, 4)), np.zeros(0))
+    nothing = ScoredBoxes(_NONE, _NONE, np.zeros(0), np.zeros((0, 4)))
     columns = MappingProxyType(BOX_COLUMNS)
     of_class = MappingProxyType({"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"})
     fitness_of = MappingProxyType(BOX_FITNESS)
@@ -64,9 +64,9 @@ class Boxes(Task):
             parts.append(
                 ScoredBoxes(
                     image=np.full(len(one), image),
-                    class_idx=one.classes * (not one_class),
+                    classes=one.classes * (not one_class),
+                    scores=one.scores.astype(np.float64),
                     boxes_xywh_px=np.concatenate([low, high - low], axis=1),
-                    score=one.scores.astype(np.float64),
                 )
             )
         return ScoredBoxes.joined(parts)
