@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.cli.train import decided_here
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
@@ -679,6 +680,12 @@ def test_resume_on_another_fleet_changes_only_where_it_runs(run):
     config, _ = resolve_train({"resume": str(folder), "device": "cpu:3", "workers": "2", "reduce": "exact"})
     assert (config.value.device, config.value.workers, config.value.reduce) == ("cpu:3", 2, "exact")
     assert config.notes == ()
+
+
+def test_a_dry_run_of_a_resume_refuses_to_compile_several_image_sizes(run):
+    folder = run(set=["size_low=0.5"])
+    with pytest.raises(ConfigError, match="each image size would be compiled"):
+        decided_here(*resolve_train({"resume": str(folder), "passes": "compiled"}))
 
 
 def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):
