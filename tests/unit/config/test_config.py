@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from yolofleet.cli.train import decided_here
+from yolofleet.config.decide import decide
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
@@ -284,6 +285,31 @@ def test_a_recipe_of_another_family_gives_a_warning(recipe, model, says, written
     assert says in "".join(found) and len(found) == bool(says)
     # nothing is known of a user's network
     assert not family_warnings(given, FAMILIES["custom"], CustomDescription("Tiny"))
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "second", "says"),
+    [
+        ("dfine-n", {}, "dfine-n", ""),
+        ("dfine-n", {}, "yolov5n", "recipe dfine was made for the family dfine"),
+        ("yolov5n", {"recipe": "finetune"}, "dfine-n", "recipe finetune was made for the family yolov5"),
+        ("rtdetrv2-r18", {}, "dfine-n", "recipe rtdetr was made for the family rtdetr"),
+    ],
+)
+def test_the_file_of_a_run_keeps_its_recipe_and_warns_of_another_family(first, given, second, says, written):
+    def decided(model, run):
+        described = describe(model)
+        return decide(run[0], run[1], FAMILIES[described.family], described, 5000)
+
+    then = decided(first, train(model=first, **given))
+    file = written(dump_config(then.config, then.recipe))
+    now = decided(second, resolve_train({"model": second}, config_file=str(file)))
+    assert says in "".join(now.warnings) and len(now.warnings) == bool(says)
+    assert (now.recipe.value.lr0, now.recipe.value.momentum) == (
+        then.recipe.value.lr0,
+        then.recipe.value.momentum,
+    )
+    assert (now.recipe.value == then.recipe.value) == (first == second)
 
 
 def test_single_values_override_the_recipe():
