@@ -75,7 +75,7 @@ class Resolved(Generic[Value_co]):
             return f"{flag} {'auto' if value == -1 else -value / 100}"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
-        return f"{flag} {shown(value)}"
+        return f"{flag} {value_text(value)}"
 
     def error(self, name: str, problem: str, *, hint: str) -> ConfigError:
         """Return an error about a setting: its flag and its value, what follows them, and the source of the value."""
@@ -94,6 +94,11 @@ class Resolved(Generic[Value_co]):
             f"{self.flag(name)} {'by default' if source == DEFAULT else source}"
             for name, source in sources.items()
         )
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a setting as a text of one line; that of a list has its members."""
+    return " ".join(map(shown, value)) or "none" if isinstance(value, tuple) else shown(value)
 
 
 def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:

@@ -705,7 +705,27 @@ def test_resume_on_another_fleet_changes_only_where_it_runs(run):
     folder = run(batch=32)
     config, _ = resolve_train({"resume": str(folder), "device": "cpu:3", "workers": "2", "reduce": "exact"})
     assert (config.value.device, config.value.workers, config.value.reduce) == ("cpu:3", 2, "exact")
-    assert config.notes == ()
+    assert [note.split(" ", 1)[1] for note in config.notes] == [
+        "changes from auto to cpu:3",
+        "changes from -1 to 2",
+        "changes from fast to exact",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "note"),
+    [
+        ({"log": ("mlflow",)}, {"tensorboard": True}, "--log changes from mlflow to tensorboard"),
+        ({"log": ("mlflow",)}, {"log": ("mlflow",)}, ""),
+        ({"save_every": ("10min",)}, {"save_steps": 5}, "--save-every changes from 10min to 5steps"),
+        ({}, {"save_every": ("5steps", "1epochs")}, "--save-every changes from none to 5steps 1epochs"),
+        ({"keep_last": 3}, {"keep_last": 4}, "--keep-last changes from 3 to 4"),
+        ({"plots": False}, {"plots": True}, "--plots changes from false to true"),
+    ],
+)
+def test_each_change_of_a_setting_at_a_resume_gives_a_note(run, stored, given, note):
+    notes = resolve_train({"resume": str(run(**stored)), **given})[0].notes
+    assert [text for text in notes if " is now " not in text] == [note] * bool(note)
 
 
 def test_a_dry_run_of_a_resume_refuses_to_compile_several_image_sizes(run):

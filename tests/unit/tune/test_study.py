@@ -213,8 +213,10 @@ def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
         resolve_tune(resume)
     assert error.value.hint == "--recipe-class module:All"
     with pytest.raises(ConfigError, match="the study uses the code module:A") as error:
-        resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:B",)})
+        resolve_tune({**resume, "recipe_class": "module:All"})
     assert error.value.hint == "--callbacks module:A"
+    with pytest.raises(ConfigError, match="module:B differs from the study's module:A"):
+        resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:B",)})
     found, _ = resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:A",)})
     assert found.value.recipe_class == "module:All" and found.value.callbacks == ("module:A",)
     options = ["--hosts", "a:1", "--recipe-class", "module:All", "--callbacks", "module:A"]
