@@ -123,6 +123,8 @@ def in_todays_words(layer: Layer, *, is_stored: bool = False) -> tuple[Layer, La
         ConfigError: a user asks for what yolofleet does not have any more, or for different things by two names.
     """
     today = {name: entry for name, entry in layer.items() if name not in EARLIER}
+    if is_stored and (batch := layer.get("batch")) and isinstance(batch.value, int) and batch.value < -1:
+        today["batch"] = Sourced(-batch.value / 100, batch.source)  # a share of the memory
     of_recipe: dict[str, Sourced] = {}
     notes = []
     for name, (value, source) in ((name, layer[name]) for name in EARLIER if name in layer):

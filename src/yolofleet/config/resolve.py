@@ -131,8 +131,12 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         raise _config_error(model, given, problem) from None
     for name, entry in given.items():
         number = getattr(value, name)
-        if isinstance(number, int) and abs(number) > MAX_INT:
+        # the run itself reports a hyperparameter that makes its gradients infinite
+        if isinstance(number, int if issubclass(model, Recipe) else (int, float)) and abs(number) > MAX_INT:
             raise _refused(model, name, entry, f"is larger than {MAX_INT}")
+        # the model stores a share of the memory as a negative number
+        if name == "batch" and number < -1 and str(entry.value).startswith("-"):
+            raise _refused(model, name, entry, "is below 1")
     sources = {**dict.fromkeys(model.model_fields, DEFAULT), **{name: given[name].source for name in given}}
     return Resolved(value, sources, tuple(notes))
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from yolofleet.cli.train import decided_here
 from yolofleet.config.decide import decide
@@ -15,7 +16,20 @@ from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import TrainConfig, ValConfig, divisors, may_be_in_files
-from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.config.schema.measure import (
+    BenchScalingConfig,
+    BenchStartConfig,
+    PlanConfig,
+    PlanProbeConfig,
+    TuneConfig,
+)
+from yolofleet.config.schema.verbs import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    SelftestConfig,
+)
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
@@ -101,6 +115,37 @@ def test_a_value_that_cannot_be_used_is_named_with_what_would_do(given, says):
     assert says in caught.value.render()
     assert caught.value.source == "command line"
     assert len(caught.value.what) < 400
+
+
+NEGATIVE = {("batch", "-1"), ("micro_batch", "-1"), ("workers", "-1")}  # -1: measured, or by the cores
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "-5", "-80", "-0.5", "nan", "inf", "-inf", "1e300", "1e400", "9" * 30]
+)
+def test_no_number_is_negative_infinite_or_absurd(value):
+    models: list[type[BaseModel]] = [TrainConfig, TuneConfig, PlanConfig, PlanProbeConfig, BenchStartConfig]
+    models += [BenchScalingConfig, BenchConfig, ValConfig, PredictConfig, ExportConfig]
+    models += [DoctorConfig, SelftestConfig]
+    if not 1e9 < float(value) < float("inf"):  # a run reports hyperparameters that are too large itself
+        models += [family.hyperparameters for family in FAMILIES.values()]
+    taken = set()
+    for model in models:
+        for name, field in model.model_fields.items():
+            if field.annotation in (int, float):
+                try:
+                    resolve(model, [layer_of({name: value}, "command line")])
+                    taken.add((name, value))
+                except ConfigError as error:
+                    assert value[:20] in error.what or "larger" in error.what or "18 digits" in error.what
+    assert taken == {pair for pair in NEGATIVE if pair[1] == value}
+
+
+def test_a_share_of_the_memory_is_read_again_from_a_stored_run(written):
+    config, recipe = train(batch="0.8")
+    assert load_job(written(dump_config(config, recipe))).config.value.batch == config.value.batch == -80
+    with pytest.raises(ConfigError, match="--batch -80 is below 1"):
+        train(batch=-80)
 
 
 def test_an_unknown_key_of_a_file_is_named_with_its_line(written):
