@@ -72,7 +72,7 @@ def test_crowd_takes_any_number_of_detections_and_counts_as_nothing():
     assert records.objects[0].tolist() == [0, 0, 0, 0]
     metrics = summarize(records, ["c"])
     assert all(metrics.figures[name] == -1.0 for name in FIGURES)
-    assert BOXES.fitness(metrics.figures) == 0.0 and metrics.figures["P"] == 0.0
+    assert BOXES.judgement.fitness(metrics.figures) == 0.0 and metrics.figures["P"] == 0.0
 
 
 def test_area_comes_from_the_label_for_hits_and_from_the_box_for_false_alarms():
