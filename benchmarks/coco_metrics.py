@@ -37,7 +37,7 @@ def random_sets(images: int) -> tuple[Labels, ScoredBoxes]:
     boxes[:, 2:] = np.maximum(boxes[:, 2:], 1)
     own = rng.random(len(near)) < 0.5
     found_classes = np.where(own, classes[near], rng.integers(0, CLASSES, len(near)))
-    return labels, ScoredBoxes(found_image, found_classes, boxes, rng.random(len(near)))
+    return labels, ScoredBoxes(found_image, found_classes, rng.random(len(near)), boxes)
 
 
 def pycocotools_figures(labels: Labels, found: ScoredBoxes, images: int) -> tuple[list[float], float]:
@@ -46,7 +46,7 @@ def pycocotools_figures(labels: Labels, found: ScoredBoxes, images: int) -> tupl
     from pycocotools.cocoeval import COCOeval
 
     def rows(table: Labels | ScoredBoxes) -> zip[tuple[int, int, list[float]]]:
-        return zip(table.image.tolist(), table.class_idx.tolist(), table.boxes_xywh_px.tolist(), strict=True)
+        return zip(table.image.tolist(), table.classes.tolist(), table.boxes_xywh_px.tolist(), strict=True)
 
     dataset = COCO()
     dataset.dataset = {
@@ -61,7 +61,7 @@ def pycocotools_figures(labels: Labels, found: ScoredBoxes, images: int) -> tupl
     }
     results = [
         {"image_id": i, "category_id": c, "bbox": box, "score": score}
-        for (i, c, box), score in zip(rows(found), found.score.tolist(), strict=True)
+        for (i, c, box), score in zip(rows(found), found.scores.tolist(), strict=True)
     ]
     with contextlib.redirect_stdout(io.StringIO()):
         dataset.createIndex()

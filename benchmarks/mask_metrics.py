@@ -52,7 +52,7 @@ def random_masks(images: int, classes: int, labels: int) -> tuple[Labels, Masks,
     nothing = np.zeros((len(image), 4)), np.zeros((len(near), 4))
     area = np.array([rle.area(runs) for runs in true], float)
     crowd = rng.random(len(image)) < 0.01
-    boxes = ScoredBoxes(found_image, found_class, nothing[1], rng.random(len(near)))
+    boxes = ScoredBoxes(found_image, found_class, rng.random(len(near)), nothing[1])
     return Labels(image, class_idx, nothing[0], area, crowd), true, boxes, found
 
 
@@ -72,7 +72,7 @@ def pycocotools_figures(
             {
                 "id": k + 1,
                 "image_id": int(labels.image[k]),
-                "category_id": int(labels.class_idx[k]),
+                "category_id": int(labels.classes[k]),
                 "segmentation": rle.Mask(SIZE_HW, runs).coco(),
                 "area": float(labels.area_px[k]),
                 "iscrowd": int(labels.crowd[k]),
@@ -83,9 +83,9 @@ def pycocotools_figures(
     results = [
         {
             "image_id": int(boxes.image[k]),
-            "category_id": int(boxes.class_idx[k]),
+            "category_id": int(boxes.classes[k]),
             "segmentation": rle.Mask(SIZE_HW, runs).coco(),
-            "score": float(boxes.score[k]),
+            "score": float(boxes.scores[k]),
         }
         for k, runs in enumerate(found)
     ]

@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from yolofleet.config.earlier import EARLIER, of_today
+from yolofleet.config.resolve import COMMAND_LINE
 from yolofleet.config.schema import Recipe
-from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS, flags_of_earlier_versions
+from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS
 from yolofleet.families.table import FAMILIES
 
 HERE = Path(__file__).resolve().parent
@@ -61,14 +63,11 @@ def known_flags() -> Iterator[tuple[str, str, list[str]]]:
     examples = {
         flag: values.split() for _, flag, values, _ in reversed(lines)
     }  # the first one for all scripts
-    own = flags_of_earlier_versions()
     for verb in SCRIPTS:
         listed = [flag for name, flag, _, _ in lines if name == verb]
         spelled = {flag.replace("_", "-") for flag in listed} | MACHINES.keys() | FLEETRUN.keys()
         earlier = [
-            flag
-            for flag, way in SPELLINGS[verb].items()
-            if flag not in spelled | own.keys() and (way.note or way.refusal)
+            flag for flag, way in SPELLINGS[verb].items() if flag not in spelled and (way.note or way.refusal)
         ]
         for flag in (*listed, *earlier):
             yield verb, flag, examples.get(flag, [])
@@ -80,6 +79,9 @@ def outcome(verb: str, flag: str, values: list[str]) -> str:
     if spelling is not None and spelling.refusal:
         return "refused"
     argv = spelling.to(values) if spelling is not None else [flag]
+    if (name := flag[2:].replace("-", "_")) in EARLIER and verb == "train":
+        now = of_today(name, *(values or [True]), COMMAND_LINE)
+        argv = [f"--{EARLIER[name].new.replace('_', '-')}={value}" for value in now]
     if {argument.partition("=")[0] for argument in argv} == {flag}:
         return "kept"
     return " ".join(argument.replace("=", " ", 1) for argument in argv) or "no effect"

@@ -66,8 +66,8 @@ def random_set(seed: int, *, images: int, classes: int, most_labels: int, most_f
         ScoredBoxes(
             np.array([row[0] for row in found], np.int64),
             np.array([row[1] for row in found], np.int64),
-            np.array([row[2] for row in found], np.float64).reshape(-1, 4),
             np.array([row[3] for row in found], np.float64),
+            np.array([row[2] for row in found], np.float64).reshape(-1, 4),
         ),
     )
 
@@ -86,7 +86,7 @@ def pycocotools_figures(everything: DetectionSet) -> tuple[list[float], list[lis
             for k, (i, c, box, area, crowd) in enumerate(
                 zip(
                     labels.image.tolist(),
-                    labels.class_idx.tolist(),
+                    labels.classes.tolist(),
                     labels.boxes_xywh_px.tolist(),
                     labels.area_px.tolist(),
                     labels.crowd.tolist(),
@@ -99,9 +99,9 @@ def pycocotools_figures(everything: DetectionSet) -> tuple[list[float], list[lis
         {"image_id": i, "category_id": c, "bbox": box, "score": score}
         for i, c, box, score in zip(
             found.image.tolist(),
-            found.class_idx.tolist(),
+            found.classes.tolist(),
             found.boxes_xywh_px.tolist(),
-            found.score.tolist(),
+            found.scores.tolist(),
             strict=True,
         )
     ]
@@ -127,13 +127,18 @@ def run_cocoeval(
     return [float(figure) for figure in evaluation.stats], per_class
 
 
+# names in stored files, in the order of the tables' columns
+LABELS = ("image", "class_idx", "boxes_xywh_px", "area_px", "crowd")
+FOUND = ("image", "class_idx", "score", "boxes_xywh_px")
+
+
 def load_set(path: Path) -> DetectionSet:
     with np.load(path) as arrays:
         return DetectionSet(
             int(arrays["classes"]),
             arrays["image_ids"],
-            Labels(*(arrays[f"label_{name}"] for name in Labels.__dataclass_fields__)),
-            ScoredBoxes(*(arrays[f"found_{name}"] for name in ScoredBoxes.__dataclass_fields__)),
+            Labels(*(arrays[f"label_{name}"] for name in LABELS)),
+            ScoredBoxes(*(arrays[f"found_{name}"] for name in FOUND)),
         )
 
 
@@ -143,8 +148,8 @@ def _write_synthetic() -> None:
     folder = Path(__file__).resolve().parent / "parity" / "data" / "metrics"
     folder.mkdir(parents=True, exist_ok=True)
     made = random_set(20240607, images=16, classes=3, most_labels=12, most_found=450)
-    arrays = {f"label_{name}": value for name, value in vars(made.labels).items()}
-    arrays |= {f"found_{name}": value for name, value in vars(made.found).items()}
+    arrays = {f"label_{name}": v for name, v in zip(LABELS, vars(made.labels).values(), strict=True)}
+    arrays |= {f"found_{name}": v for name, v in zip(FOUND, vars(made.found).values(), strict=True)}
     np.savez_compressed(folder / "synthetic.npz", classes=made.classes, image_ids=made.image_ids, **arrays)
     figures, per_class = pycocotools_figures(made)
     answer = {

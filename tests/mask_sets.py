@@ -85,8 +85,8 @@ def scored(rows: list[tuple[int, int, np.ndarray, float, int]]) -> ScoredMasks:
     table = ScoredBoxes(
         np.array([row[0] for row in rows], np.int64),
         np.array([row[1] for row in rows], np.int64),
-        boxes,
         np.array([row[3] for row in rows], float),
+        boxes,
     )
     return ScoredMasks(**vars(table), **ScoredMasks.columns([row[2] for row in rows], heights))
 
@@ -160,7 +160,7 @@ def coco_files(index: Any, found: ScoredMasks) -> tuple[dict[str, Any], list[dic
             "score": score,
         }
         for image, c, runs, score in zip(
-            found.image.tolist(), found.class_idx.tolist(), found.masks(), found.score.tolist(), strict=True
+            found.image.tolist(), found.classes.tolist(), found.masks(), found.scores.tolist(), strict=True
         )
     ]
     return truth, results

@@ -53,8 +53,8 @@ def evaluated(index: DataIndex, seed: int = 0, noise: float = 0.15) -> Evaluatio
     boxes = boxes + rng.normal(0, noise, boxes.shape) * boxes[:, [2, 3, 2, 3]]
     boxes[:, 2:] = np.maximum(boxes[:, 2:], 1)
     wrong = rng.random(len(chosen)) < 0.2
-    classes = np.where(wrong, rng.integers(0, len(index.names), len(chosen)), labels.class_idx[chosen])
-    found = ScoredBoxes(labels.image[chosen], classes, boxes, rng.random(len(chosen)))
+    classes = np.where(wrong, rng.integers(0, len(index.names), len(chosen)), labels.classes[chosen])
+    found = ScoredBoxes(labels.image[chosen], classes, rng.random(len(chosen)), boxes)
     judged = BOXES.judged(index, np.arange(len(index)), found, None)
     return Evaluation(
         task=BOXES,

@@ -17,6 +17,7 @@ from commands import called
 
 import yolofleet
 from yolofleet.cli.app import APP
+from yolofleet.config.earlier import EARLIER
 from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.schema import Frozen, flag_of, may_be_in_files, rules_of
 from yolofleet.config.spellings import SPELLINGS
@@ -39,7 +40,6 @@ SAMPLES = {
     "--include": ["onnx", "engine", "onnx engine"],
     "--ips": ["a,b"],
     "--save-format": ["0", "1"],
-    "--save-period": ["7", "-1"],
     "--task": ["val", "test", "study"],
     "--weights": ["a.pt", "a.pt b.pt"],
 }
@@ -51,6 +51,8 @@ def options_text(_: Path) -> str:
     sections += [[f"[keys of --{name}]", *_keys(load(name).settings)] for name in SCHEDULERS]
     sections.append(["[keys of a host in a fleet file]", *sorted(HOST_KEYS)])
     sections.append(["[keys of a recipe]", *_recipe_keys()])
+    earlier = sorted(f"{name}  ->  {row.new or 'nothing'}" for name, row in EARLIER.items())
+    sections.append(["[earlier settings of a training, and what replaces them]", *earlier])
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -74,7 +76,7 @@ def _verb(path: str, command: click.Command) -> list[str]:
         if isinstance(parameter, click.Argument):
             rows.append(_argument(parameter))
         elif model is None or field is None:
-            rows.append(_option(parameter))
+            rows += [] if parameter.name in EARLIER else [_option(parameter)]
         else:
             assert isinstance(parameter, click.Option)
             rows.append(

@@ -115,14 +115,6 @@ def test_exact_sums_cannot_continue_a_compiled_run(folder: Path) -> None:
     assert "--passes compiled and --reduce exact are mutually exclusive" in done.err
 
 
-@pytest.mark.slow
-def test_a_recipe_that_changes_the_image_size_is_refused(folder: Path) -> None:
-    done = yolofleet(
-        folder, *arguments("sizes", *COMPILED, "--set", "size_low=0.5"), code=ConfigError.exit_code
-    )
-    assert "--passes compiled and a recipe with images of 0.5 to 1 x --img" in done.err
-
-
 def test_a_machine_that_cannot_compile_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_compiler(*_: object, **__: object) -> None:
         raise RuntimeError("No working C++ compiler found")

@@ -1,8 +1,8 @@
 """One table: each part of a recipe gives the same weights on one process, on two, and after a kill and a resume.
 
 Each run is the whole command in forked processes, which find torch loaded. The longer suites run the whole table.
-What a table of short runs cannot show stands elsewhere: ``--minutes`` in
-test_run_ends.py, ``tune`` in test_tune.py, a user's own code in test_user_code.py.
+What a table of short runs cannot show stands elsewhere: ``--minutes`` in test_run_ends.py, ``tune`` in test_tune.py, a user's
+own code in test_user_code.py, RT-DETR and D-FINE in test_detr_families.py.
 """
 
 from __future__ import annotations

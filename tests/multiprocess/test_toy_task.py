@@ -14,6 +14,8 @@ from commands import called, in_ranks, killed_at_step, results, small_shapes, wo
 from yolofleet.families.family import Family
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.families.table import FAMILIES
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_run
 
 TOY = Path(__file__).resolve().parents[1] / "toy_task" / "circles.py"
 CODE = ["--recipe-class", "circles.py:Circular"]
@@ -52,7 +54,12 @@ def test_its_metric_chooses_the_best_weights_and_has_a_column(one: Path) -> None
     assert best["epoch"] == 1 + int(np.argmax(overlaps)) and best["fitness"] == pytest.approx(
         max(overlaps), abs=1e-5
     )
-    assert (one / "report.html").is_file() and not any("mAP" in name for name in header)
+    assert not any("mAP" in name for name in header) and (one / "plots" / "results.png").is_file()
+    run = read_run(RunFolder(one))
+    assert run["best"]["epoch"] == best["epoch"] and run["best"]["main"] == pytest.approx(
+        best["fitness"], abs=1e-5
+    )
+    assert run["task"]["main"] == "overlap" and run["figures"]["per_class"]
 
 
 def test_it_validates_and_predicts_circles(folder: Path, one: Path) -> None:

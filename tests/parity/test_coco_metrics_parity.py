@@ -32,7 +32,7 @@ def test_synthetic_set_has_the_stored_figures_of_pycocotools():
     everything = load_set(parity("metrics/synthetic.npz"))
     answer = json.loads(parity("metrics/synthetic.json").read_text())
     groups = np.unique(
-        np.stack([everything.found.image, everything.found.class_idx]), axis=1, return_counts=True
+        np.stack([everything.found.image, everything.found.classes]), axis=1, return_counts=True
     )
     assert groups[1].max() > 100  # the set has something to cut
     assert_equal(figures_of(everything), answer["figures"], answer["per_class_AP_AP50"])

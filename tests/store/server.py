@@ -225,12 +225,12 @@ class _Server(ThreadingHTTPServer):
     def close(self) -> None:
         """End, with the connections that clients keep for later requests: a thread waits at each.
 
-        First the clients are told, so that they close their ends.
+        First the clients are told, so that they close their ends; one that was switched off cannot.
         """
         self.shutdown()
         self.server_close()
-        gives_up_at_s = time.monotonic() + 900
-        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+        for how, wait_s in ((socket.SHUT_WR, 5), (socket.SHUT_RDWR, 900)):
+            gives_up_at_s = time.monotonic() + wait_s
             for connection in list(self.connections):
                 with suppress(OSError):
                     connection.shutdown(how)

@@ -85,7 +85,7 @@ class TrainResult:
 
     Attributes:
         folder: of the run.
-        metrics: of the last validation, as in results.json: "P", "R", "mAP50", "mAP50-95", ...
+        metrics: of the last validation, as in results.json.
         weights: file of the best weights.
     """
 
@@ -100,7 +100,7 @@ class ValResult:
 
     Attributes:
         folder: with results.json, plots and the files that the settings ask for.
-        metrics: "P", "R", "mAP50", "mAP50-95", ...
+        metrics: the figures by name, as in results.json.
         per_class: figures by class name.
         images: number of images.
         seconds: by phase.

@@ -286,30 +286,34 @@ class SchemaCommand(Command):
     ) -> None:
         self.model = model
 
+        options = {name: _option(name, field) for name, field in model.model_fields.items()}
+        others: dict[str, click.Option] = {}
+        has_earlier = extra.get("spelled_as", name) == "train"
+        if has_earlier:
+            from yolofleet.config.earlier import EARLIER
+            from yolofleet.config.schema import TrainConfig
+
+            others = {setting: _option(setting, field) for setting, field in TrainConfig.model_fields.items()}
+            others = {setting: other for setting, other in others.items() if setting not in options}
+            for setting, row in EARLIER.items():
+                owner = options if not row.new or row.new in model.model_fields else others
+                owner[setting] = _earlier_option(setting, is_switch=isinstance(row.default, bool))
+
         def callback(**values: Any) -> int:
+            from yolofleet.config.earlier import in_todays_words
+            from yolofleet.config.resolve import COMMAND_LINE, layer_of
+
             set_quiet(bool(values.get("quiet")) or is_quiet())
-            given = {
-                field: value
-                for field, value in values.items()
-                if field in model.model_fields and value is not None and value != ()
-            }
-            return run(
-                given, **{name: value for name, value in values.items() if name not in model.model_fields}
-            )
+            typed = {name: value for name, value in values.items() if name in options}
+            given = {name: value for name, value in typed.items() if value is not None and value != ()}
+            if has_earlier:
+                today, _, notes = in_todays_words(layer_of(given, COMMAND_LINE))
+                print_notes(notes)
+                given = {name: entry.value for name, entry in today.items()}
+            return run(given, **{name: value for name, value in values.items() if name not in typed})
 
         from yolofleet.config.schema import rules_of
 
-        options = [_option(name, field) for name, field in model.model_fields.items()]
-        left_out: set[str] = set()
-        if extra.get("spelled_as") == "train":
-            from yolofleet.config.schema import TrainConfig
-
-            others = [
-                _option(name, field)
-                for name, field in TrainConfig.model_fields.items()
-                if name not in model.model_fields
-            ]
-            left_out = {flag for other in others for flag in (*other.opts, *other.secondary_opts)}
         config = option(
             "--config",
             "read settings from a YAML file; flags of the command line win",
@@ -317,15 +321,14 @@ class SchemaCommand(Command):
             default="",
             metavar="FILE",
         )
-        if "quiet" not in model.model_fields:
-            options.append(QUIET)
         rare = sum(rules_of(field).rare for field in model.model_fields.values())
         more = [_help_all(rare)] if rare else []
+        quiet = [] if "quiet" in options else [QUIET]
         super().__init__(
             name,
-            params=[*options, config, *extra_options, *more],
+            params=[*options.values(), *quiet, config, *extra_options, *more],
             callback=callback,
-            left_out=left_out,
+            left_out=[flag for other in others.values() for flag in (*other.opts, *other.secondary_opts)],
             **extra,
         )
 
@@ -397,6 +400,14 @@ def _option(name: str, field: FieldInfo) -> click.Option:
         metavar=metavar,
         help=help,
         shell_complete=complete,
+    )
+
+
+def _earlier_option(name: str, *, is_switch: bool) -> click.Option:
+    """Return the hidden option of a setting that trainings of earlier versions had."""
+    flag = name.replace("_", "-")
+    return click.Option(
+        [f"--{flag}/--no-{flag}" if is_switch else f"--{flag}", name], default=None, hidden=True
     )
 
 

@@ -20,7 +20,7 @@ from yolofleet.cli.commands import (
     text_on_stderr,
 )
 from yolofleet.cli.download import offer_download
-from yolofleet.config.decide import Decided, decide
+from yolofleet.config.decide import Decided, check_compiled, decide
 from yolofleet.config.load import resolve_train, resolve_tune
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
@@ -139,6 +139,7 @@ def decided_here(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Dec
 
     c = config.value
     if c.resume:
+        check_compiled(config, recipe)
         return Decided(config, recipe)
     own, dataset = None, load_dataset
     if c.recipe_class:

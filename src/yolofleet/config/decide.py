@@ -106,8 +106,8 @@ def decide(
         stored: hyperparameters of a run that is started again, so its weights are not read; None: it starts now.
 
     Raises:
-        ConfigError: the batch does not fit the images, the micro-batch does not divide it, or the network has no such
-            hyperparameter.
+        ConfigError: the batch does not fit the images, the micro-batch does not divide it, the network has no such
+            hyperparameter, or it would be compiled for each image size of the recipe.
     """
     chosen = usual = recipe_of(recipe, family, network)
     notes: list[str] = []
@@ -126,6 +126,7 @@ def decide(
             )
         elif fits:
             chosen = small
+    check_compiled(config, chosen)
     fitting, of_images = with_images(with_references(config, chosen), images)
     check_micro_batch(fitting)
     if chosen is not usual:
@@ -136,6 +137,17 @@ def decide(
             f"steps of {step} images, {r.reference_optimizer}, lr0 {r.lr0:g}; --recipe {family.recipe} is the default otherwise"
         )
     return Decided(fitting, chosen, (*notes, *of_images), tuple(family_warnings(recipe, family, network)))
+
+
+def check_compiled(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
+    """Raise ConfigError if the network is compiled and the recipe changes the image size."""
+    sizes = recipe.value.size_low, recipe.value.size_high
+    if config.value.passes == "compiled" and sizes != (1, 1):
+        raise config.error(
+            "passes",
+            f" and a recipe with images of {sizes[0]:g} to {sizes[1]:g} x --img are mutually exclusive: each image size would be compiled",
+            hint="--set size_low=1 --set size_high=1, or leave out --passes",
+        )
 
 
 def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workload], tuple[str, ...]]:

@@ -6,9 +6,8 @@ A command line, a call and a file of a user get the setting of today with a note
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,39 +16,40 @@ from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 
 
-@dataclass(frozen=True)
-class Earlier:
+class Earlier(NamedTuple):
     """A setting of an earlier version.
 
     Attributes:
         default: its value that changes nothing today.
-        now: returns the settings of today for another value; None: nothing replaces the setting.
+        new: the setting that replaces it; "" = none.
+        becomes: the value of ``new`` for another value, or a function that returns it. That of a list is added to the list.
         instead: what to do where nothing replaces it.
     """
 
     default: Any
-    now: Callable[[Any], dict[str, Any]] | None = None
+    new: str = ""
+    becomes: Any = None
     instead: str = ""
 
 
-def _periods(unit: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda number: {} if str(number) in ("auto", "-1") else {"save_every": (f"{number}{unit}",)}
+def _every(unit: str, default: Any = "auto") -> Earlier:
+    # -1 is YOLOv5's default
+    return Earlier(default, "save_every", lambda n: () if str(n) == "-1" else (f"{n}{unit}",))
 
 
-GONE = "yolofleet has no such setting any more"
 MULTI_SCALE = {"size_low": 0.5, "size_high": 1.5}
 EARLIER = {
-    "multi_scale": Earlier(False, lambda _: {"set": tuple(f"{k}={v}" for k, v in MULTI_SCALE.items())}),
-    "optimizer_class": Earlier("", lambda name: {"optimizer": name}),
-    "compile": Earlier(False, lambda _: {"passes": "compiled"}),
-    "cuda_graphs": Earlier("auto", lambda word: {"passes": "graphs" if _text(word) == "true" else "plain"}),
-    "save_period": Earlier("auto", _periods("epochs")),
-    "save_steps": Earlier(0, _periods("steps")),
-    "save_minutes": Earlier("auto", _periods("min")),
-    "tensorboard": Earlier(False, lambda _: {"log": ("tensorboard",)}),
+    "multi_scale": Earlier(False, "set", tuple(f"{key}={value}" for key, value in MULTI_SCALE.items())),
+    "optimizer_class": Earlier("", "optimizer", str),
+    "compile": Earlier(False, "passes", "compiled"),
+    "cuda_graphs": Earlier("auto", "passes", lambda is_on: "graphs" if is_on else "plain"),
+    "save_period": _every("epochs"),
+    "save_steps": _every("steps", 0),
+    "save_minutes": _every("min"),
+    "tensorboard": Earlier(False, "log", ("tensorboard",)),
     "log_server": Earlier((), instead="--log mlflow=http://SERVER:5000"),
-    "accept_changed_data": Earlier(False, lambda _: {"allow": ("changed-data",)}),
-    "linked_folders": Earlier(False, lambda _: {"allow": ("linked-folders",)}),
+    "accept_changed_data": Earlier(False, "allow", ("changed-data",)),
+    "linked_folders": Earlier(False, "allow", ("linked-folders",)),
     "batch_memory": Earlier(0.9, instead="--batch 0.8 uses 80 % of the memory"),
     "results_to": Earlier("", instead="--checkpoint-to copies results and states to an address"),
     "spares": Earlier("", instead="--hosts a:8,b:8,c:8:spare"),
@@ -70,30 +70,38 @@ EARLIER = {
 }  # fmt: skip
 
 
-def of_today(name: str, value: Any, source: str) -> dict[str, Any]:
-    """Return the settings of today for an earlier setting and its value; ``set`` changes the recipe.
+def of_today(name: str, value: Any, source: str) -> Any:
+    """Return the value of ``new`` for a value of an earlier setting; None: it changes nothing.
 
     Raises:
-        ConfigError: nothing replaces it, or the value is none of the setting's.
+        ConfigError: nothing replaces the setting, or the value is none of the setting's.
     """
     earlier = EARLIER[name]
-    is_switch = isinstance(earlier.default, bool) or (name == "cuda_graphs" and _text(value) != "auto")
-    if is_switch and value is not None and earlier.now is not None:
-        value = _switch(name, value, source)
+    if earlier.new and value is not None and (isinstance(earlier.default, bool) or name == "cuda_graphs"):
+        try:
+            value = value if _text(value) == earlier.default else TypeAdapter(bool).validate_python(value)
+        except ValidationError:
+            raise ConfigError(
+                f"{_spelled(name, source)}: expected true or false, got {shown(value)}", source=source
+            ) from None
     if value is None or _text(value) == _text(earlier.default):
-        return {}
-    if earlier.now is None:
-        # without the value, which may hold a secret
-        raise ConfigError(f"{name}: {GONE}", source=source, hint=earlier.instead)
-    return earlier.now(value)
+        return None
+    if not earlier.new:  # without the value, which may hold a secret
+        raise ConfigError(
+            f"{_spelled(name, source)}: yolofleet has no such setting any more",
+            source=source,
+            hint=earlier.instead,
+        )
+    return (earlier.becomes(value) if callable(earlier.becomes) else earlier.becomes) or None
 
 
-def _switch(name: str, value: Any, source: str) -> bool:
-    """Return the value of a switch. Raise ConfigError if it is neither true nor false."""
-    try:
-        return TypeAdapter(bool).validate_python(value)
-    except ValidationError:
-        raise ConfigError(f"{name}: expected true or false, got {shown(value)}", source=source) from None
+def _spelled(name: str, source: str, value: Any = ()) -> str:
+    """Return a setting as its source spells it, with its value, or once for each value of a list."""
+    flag = "--" + name.replace("_", "-") if source == COMMAND_LINE else name
+    if source == COMMAND_LINE and isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return " ".join(f"{flag} {shown(one)}" for one in values) or flag
 
 
 def _text(value: Any) -> str:
@@ -112,55 +120,49 @@ def in_todays_words(layer: Layer, *, is_stored: bool = False) -> tuple[Layer, La
         is_stored: they are those of a run of perhaps an earlier version.
 
     Raises:
-        ConfigError: a user asks for what yolofleet does not have any more, or for one thing by two names.
+        ConfigError: a user asks for what yolofleet does not have any more, or for different things by two names.
     """
     today = {name: entry for name, entry in layer.items() if name not in EARLIER}
+    if is_stored and (batch := layer.get("batch")) and isinstance(batch.value, int) and batch.value < -1:
+        today["batch"] = Sourced(-batch.value / 100, batch.source)  # a share of the memory
     of_recipe: dict[str, Sourced] = {}
     notes = []
     for name, (value, source) in ((name, layer[name]) for name in EARLIER if name in layer):
+        where = "" if source == COMMAND_LINE else f" ({source})"
         try:
-            moved = of_today(name, value, source)
+            now = of_today(name, value, source)
         except ConfigError as problem:
             if not is_stored:
                 raise
             if source != DEFAULT:
                 notes.append(f"{name} ({source}) has no effect: {problem.hint}")
             continue
-        for new, its in moved.items():
-            if is_stored and new == "set":
-                of_recipe |= {key: Sourced(number, source) for key, number in MULTI_SCALE.items()}
-            elif isinstance(its, tuple):
-                had = today[new].value if new in today else ()
-                texts = (had,) if isinstance(had, str) else had or ()
-                if isinstance(texts, (list, tuple)):  # resolve refuses anything else
-                    today[new] = Sourced((*texts, *its), source)
-            elif name == "cuda_graphs" and its == "plain" and "compile" in layer and new in today:
-                continue  # compiled passes had no graphs of ours either way
-            elif new in layer and not is_stored:
-                raise ConfigError(
-                    f"{name} is now {new}, which is also set", source=source, hint="leave one out"
-                )
-            else:
-                today[new] = Sourced(its, source)
-        if moved and not is_stored:
-            words = {
-                new: " ".join(its) if isinstance(its, tuple) else shown(its) for new, its in moved.items()
-            }
-            now = ", ".join(f"{new} {word}" for new, word in words.items())
-            notes.append(f"{name} {shown(value)} ({source}) is now {now}")
+        new = EARLIER[name].new
+        had = today[new].value if new in today else None
+        if now is None:
+            if not is_stored:
+                notes.append(f"{_spelled(name, source, value)}{where} has no effect: it is the default")
+            continue
+        if is_stored and new == "set":
+            of_recipe |= {key: Sourced(number, source) for key, number in MULTI_SCALE.items()}
+            continue
+        if had == "compiled" and now == "plain":  # compiled passes had no graphs of ours either way
+            now = had
+        if isinstance(now, tuple):
+            texts = (had,) if isinstance(had, str) else had or ()
+            if isinstance(texts, (list, tuple)):  # resolve refuses anything else
+                today[new] = Sourced((*texts, *now), source)
+        elif had not in (None, now) and not is_stored:
+            raise ConfigError(
+                f"{_spelled(name, source, value)} is now {_spelled(new, source, now)}, and {_spelled(new, source, had)} is also set",
+                source=source,
+                hint="leave one out",
+            )
+        else:
+            today[new] = Sourced(now, source)
+        if not is_stored:
+            notes.append(f"{_spelled(name, source, value)}{where} is now {_spelled(new, source, now)}")
     return today, of_recipe, tuple(notes)
-
-
-def arguments_of_today(name: str, value: Any) -> list[str]:
-    """Return the arguments of today for an earlier flag of a training. Raise ConfigError if nothing replaces it."""
-    from yolofleet.config.schema import TrainConfig, flag_of
-
-    moved = of_today(name, value, COMMAND_LINE)
-    return [
-        f"{flag_of(new, TrainConfig.model_fields[new])}={one}"
-        for new, its in moved.items()
-        for one in (its if isinstance(its, tuple) else [its])
-    ]
 
 
 def of_validation(layer: Layer) -> Layer:

@@ -111,7 +111,8 @@ def read_file(
     """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
 
     The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this
-    section does not name was a default, and keeps that source even if the default has changed since.
+    section does not name was a default, and keeps that source even if the default has changed since. So does a hyperparameter
+    of a recipe, because a network of another family is to be warned of the recipe.
     """
     values = read_yaml(path, follow=follow)
     verb = values.pop(VERB, None)
@@ -134,7 +135,8 @@ def read_file(
                 name in stored or name in known or is_hyperparameter(name)
             ):  # else a user added it
                 stored_source = str(stored[name].value) if name in stored else DEFAULT
-                source = stored_source if verbatim or stored_source == DEFAULT else source
+                is_of_recipe = found is hyperparameters and stored_source.startswith("recipe ")
+                source = stored_source if verbatim or stored_source == DEFAULT or is_of_recipe else source
             result[name] = Sourced(value, source)
         return result
 

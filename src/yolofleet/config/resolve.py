@@ -75,7 +75,7 @@ class Resolved(Generic[Value_co]):
             return f"{flag} {'auto' if value == -1 else -value / 100}"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
-        return f"{flag} {shown(value)}"
+        return f"{flag} {value_text(value)}"
 
     def error(self, name: str, problem: str, *, hint: str) -> ConfigError:
         """Return an error about a setting: its flag and its value, what follows them, and the source of the value."""
@@ -94,6 +94,11 @@ class Resolved(Generic[Value_co]):
             f"{self.flag(name)} {'by default' if source == DEFAULT else source}"
             for name, source in sources.items()
         )
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a setting as a text of one line; that of a list has its members."""
+    return " ".join(map(shown, value)) or "none" if isinstance(value, tuple) else shown(value)
 
 
 def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:
@@ -126,8 +131,12 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         raise _config_error(model, given, problem) from None
     for name, entry in given.items():
         number = getattr(value, name)
-        if isinstance(number, int) and abs(number) > MAX_INT:
+        # the run itself reports a hyperparameter that makes its gradients infinite
+        if isinstance(number, int if issubclass(model, Recipe) else (int, float)) and abs(number) > MAX_INT:
             raise _refused(model, name, entry, f"is larger than {MAX_INT}")
+        # the model stores a share of the memory as a negative number
+        if name == "batch" and number < -1 and str(entry.value).startswith("-"):
+            raise _refused(model, name, entry, "is below 1")
     sources = {**dict.fromkeys(model.model_fields, DEFAULT), **{name: given[name].source for name in given}}
     return Resolved(value, sources, tuple(notes))
 

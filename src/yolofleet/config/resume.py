@@ -1,32 +1,27 @@
 """Find the run that ``--resume`` names, and merge its settings with those of the command line.
 
 Data, recipe and seed decide the result of a run, so they cannot change. The devices, saved files, reports and length of
-the run may change. Each setting says so itself (``fixed`` and ``again`` in ``schema/``).
+the run may change, which gives a note. Each setting says so itself (``fixed`` and ``again`` in ``schema/``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.recipe import is_listed
-from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved, value_text
 from yolofleet.config.resume_options import is_address
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files, rules_of
+from yolofleet.config.schema import Recipe, RunSettings, TrainConfig, flag_of, may_be_in_files, rules_of
 from yolofleet.storage.foreign import check_links, read_foreign_text
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, quoted, shown
 
-DECIDING = (
-    "input",
-    "your own code",
-    "length and batch size",
-    "method",
-)  # a change of their settings gives a note
+Work = TypeVar("Work", bound=RunSettings)
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
@@ -194,46 +189,41 @@ def continue_run(
         ConfigError: it changes a setting that decides the result of the run.
     """
     old, new = stored[0].value, asked[0].value
-    values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
-    sources = _sources_then(stored[0])
-    # what a recipe chose stays, also where this version would choose another value
-    chosen_then = {
-        name: f"{FIRST_START}, {source}" for name, source in sources.items() if source.startswith("recipe ")
-    }
-    sources |= chosen_then
-    notes = list[str]()
-    is_copied_on = bool(old.checkpoint_to) and _without_slash(new.checkpoint_to) == _without_slash(
-        old.checkpoint_to
+    # If the run chose its micro-batch, the checkpoint stores the size: an earlier version had another default.
+    is_open = old.micro_batch < 0 or not stored[0].is_given("micro_batch")
+    left_out = {"resume", "name", "project", "recipe", "set"}
+    # measured when the run began
+    left_out |= {"batch"} if new.batch < 0 else set()
+    left_out |= {"micro_batch"} if new.micro_batch < 0 and not is_open else set()
+
+    def is_fixed(name: str, was: Any, now: Any) -> bool:
+        fixed = rules_of(TrainConfig.model_fields[name]).fixed
+        return not (name == "micro_batch" and is_open) and (
+            fixed(old, was, now) if callable(fixed) else fixed
+        )
+
+    usual = Owner(
+        "run",
+        found.config,
+        f"start a new run with --weights {quoted(f'{found.where}/weights/last.safetensors')}",
     )
-    for name, field in TrainConfig.model_fields.items():
-        if not may_be_in_files(field, values[name]):
-            if values[name] and (lost := _not_kept(found, name, values[name], new)):
-                notes.append(lost)
-            kept = tuple(logger_names(old)) if name == "log" else field.default
-            values[name], sources[name] = kept, sources[name] if name == "log" else DEFAULT
-        if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
-            continue
-        was, now, fixed = getattr(old, name), getattr(new, name), rules_of(field).fixed
-        # If the run chose its micro-batch, the checkpoint stores the size: an earlier version had another default.
-        if name == "micro_batch" and (was < 0 or not stored[0].is_given(name)):
-            pass
-        elif name in ("batch", "micro_batch") and now < 0:
-            continue  # measured when the run began
-        elif was != now and (fixed(old, was, now) if callable(fixed) else fixed):
-            raise _fixed(found, f"{flag_of(name, field)} {shown(now)}", shown(was), asked[0].sources[name])
-        elif was != now and group_of(field) in DECIDING:
-            notes.append(f"{flag_of(name, field)} changes from {shown(was)} to {shown(now)}")
-        values[name], sources[name] = now, asked[0].sources[name]
+    merged = continued(stored[0], asked[0], usual, is_fixed, left_out)
+    values, sources, notes = dict(merged.value), dict(merged.sources), list(merged.notes)
+    # what a recipe chose stays, also where this version would choose another value
+    sources |= {
+        k: f"{FIRST_START}, {source}" for k, source in sources.items() if source.startswith("recipe ")
+    }
     for name, source in asked[1].sources.items():
         chosen = asked[0].is_given("recipe") or not source.startswith((DEFAULT, "recipe "))
         now = getattr(asked[1].value, name)
         # a list may have hyperparameters of other families, which the run does not have
         was = getattr(stored[1].value, name, now if is_listed(source) else "")
         if chosen and was != now:
-            raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
-    if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices
-        values["device"], sources["device"] = new.device, DEFAULT
-    if is_copied_on:
+            raise usual.fixed(f"{name} {shown(now)}", shown(was), source)
+    if old.checkpoint_to and not new.checkpoint_to and _without_slash(old.checkpoint_to) != found.resume:
+        again = _again("checkpoint_to", old.checkpoint_to)
+        notes.append(f"the run is no longer copied to {shown(old.checkpoint_to)}; to go on: {again}")
+    if old.checkpoint_to and _without_slash(new.checkpoint_to) == _without_slash(old.checkpoint_to):
         sources["checkpoint_to"] = FIRST_START
     if is_address(found.resume):
         is_named = asked[0].is_given("name") or new.resume == "auto"
@@ -250,10 +240,70 @@ def continue_run(
         for name in (name for name, is_other in moved.items() if is_other and asked[0].is_given(name)):
             notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
     values["resume"], sources["resume"] = found.resume, asked[0].sources["resume"]
-    then = (f"{found.config}: {note}" for note in stored[0].notes)
-    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *then, *notes)), replace(
+    return Resolved(TrainConfig.model_validate(values), sources, tuple(notes)), replace(
         stored[1], sources=_sources_then(stored[1])
     )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a resume goes on with, in messages.
+
+    Attributes:
+        kind: run or study; config: the path of its ``config.yaml``.
+        instead: what to do to change a setting that cannot change.
+        code: settings whose code it cannot go on without.
+    """
+
+    kind: str
+    config: str
+    instead: str
+    code: tuple[str, ...] = ("recipe_class", "optimizer")
+
+    def fixed(self, now: str, was: str, source: str) -> ConfigError:
+        return ConfigError(
+            f"{now} differs from the {self.kind}'s {was}, and a resumed {self.kind} cannot change it",
+            source=f"{source}; the {self.kind}'s: {self.config}",
+            hint=f"leave it out, or {self.instead}",
+        )
+
+
+def continued(
+    stored: Resolved[Work],
+    asked: Resolved[Work],
+    owner: Owner,
+    is_fixed: Callable[[str, Any, Any], bool],
+    left_out: Collection[str],
+) -> Resolved[Work]:
+    """Return the settings of a run or a study with those of the command that resumes it. Each change gives a note.
+
+    Args:
+        is_fixed: whether a setting cannot change, by its name, its former value and the new one.
+        left_out: settings that the caller merges.
+
+    Raises:
+        ConfigError: a setting cannot change, or the command does not name the code again.
+    """
+    old, new = stored.value, asked.value
+    values, sources = dict[str, Any](old), _sources_then(stored)
+    notes = [*asked.notes, *(f"{owner.config}: {note}" for note in stored.notes)]
+    for name, field in type(old).model_fields.items():
+        was, now, flag = getattr(old, name), getattr(new, name), flag_of(name, field)
+        if not may_be_in_files(field, was):
+            if was and (lost := _not_kept(name, was, new, owner)):
+                notes.append(lost)
+            values[name] = tuple(logger_names(old)) if name == "log" else field.default
+            sources[name] = sources[name] if name == "log" else DEFAULT
+        if not asked.is_given(name) or name in left_out:
+            continue
+        if was != now and is_fixed(name, was, now):
+            raise owner.fixed(f"{flag} {value_text(now)}", value_text(was), asked.sources[name])
+        if was != now and rules_of(field).in_files is not False:
+            notes.append(f"{flag} changes from {value_text(was)} to {value_text(now)}")
+        values[name], sources[name] = now, asked.sources[name]
+    if (new.hosts or new.fleet) and not asked.is_given("device"):  # each host has its own devices
+        values["device"], sources["device"] = new.device, DEFAULT
+    return Resolved(type(old).model_validate(values), sources, tuple(notes))
 
 
 def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
@@ -267,47 +317,33 @@ def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
     }
 
 
-def _not_kept(found: Found, name: str, was: Any, new: TrainConfig) -> str:
-    """Return a note about a value of the run that a file may not choose and the command does not repeat; "" for none.
+def _not_kept(name: str, was: Any, new: RunSettings, owner: Owner) -> str:
+    """Return a note about a value that a file may not choose and the command does not repeat; "" for none.
 
     Raises:
         ConfigError: the run cannot go on without it.
     """
-    again = " ".join(_again(name, was))
+    is_named = bool(new.optimizer_class if name == "optimizer" else getattr(new, name))
+    again = _again(name, was)
     if name in ("hosts", "fleet"):
-        return f"{name}: {shown(was)} of {found.config} is ignored"
-    if name == "checkpoint_to" and not new.checkpoint_to and _without_slash(was) != found.resume:
-        return f"the run is no longer copied to {shown(was)}; to go on: {again}"
-    if name == "callbacks" and not new.callbacks:
-        return f"the callbacks of the run are not loaded again; to use them: {again}"
+        return f"{name}: {shown(was)} of {owner.config} is ignored"
     if name == "log" and not servers_of(new):
-        return server_note(was)
-    if (name == "recipe_class" and not new.recipe_class) or (name == "optimizer" and not new.optimizer_class):
+        return f"figures are not sent to the server of the run; to send them: {again}"
+    if name in owner.code and not is_named:
         raise ConfigError(
-            f"the run uses the code {shown(was)}, and a resume loads only code that you name again",
-            source=found.config,
+            f"the {owner.kind} uses the code {value_text(was)}, and a resume loads only code that you name again",
+            source=owner.config,
             hint=again,
         )
+    if name == "callbacks" and not is_named:
+        return f"the callbacks of the run are not loaded again; to use them: {again}"
     return ""
 
 
-def _again(name: str, value: Any) -> list[str]:
+def _again(name: str, value: Any) -> str:
     flag = flag_of(name, TrainConfig.model_fields[name])
-    return [f"{flag} {shown(one)}" for one in (value if isinstance(value, tuple) else (value,))]
-
-
-def server_note(log: Sequence[str]) -> str:
-    again = " ".join(f"--log {quoted(text)}" for text in log)
-    return f"figures are not sent to the server of the run; to send them: {again}"
+    return " ".join(f"{flag} {quoted(one)}" for one in (value if isinstance(value, tuple) else (value,)))
 
 
 def _without_slash(address: str) -> str:
     return address.removesuffix("/")
-
-
-def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
-    return ConfigError(
-        f"{now} differs from the run's {was}, and a resumed run cannot change it",
-        source=f"{source}; the run's: {found.config}",
-        hint=f"leave it out, or start a new run with --weights {quoted(f'{found.where}/weights/last.safetensors')}",
-    )

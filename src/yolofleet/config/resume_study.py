@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from yolofleet.config.loggers import logger_names, servers_of
-from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.resume import saved_at_ns, server_note
-from yolofleet.config.schema import flag_of, may_be_in_files
+from yolofleet.config.resolve import Resolved, with_values
+from yolofleet.config.resume import Owner, continued, saved_at_ns
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import ConfigError
@@ -20,10 +17,6 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
     *("workers", "timeout_s", "stall_s", "preempt_notice", "restarts"),
     *("log", "quiet"),
 )
-
-
-def _names_code(name: str, value: Any) -> bool:
-    return bool(value) and not may_be_in_files(TuneConfig.model_fields[name], value)
 
 
 def find_study(config: TuneConfig) -> Path:
@@ -56,40 +49,10 @@ def continue_study(
     Raises:
         ConfigError: it changes a setting that decides the trials or their results.
     """
-    values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
-    sources, notes = dict(stored.sources), [f"{folder / 'config.yaml'}: {note}" for note in stored.notes]
-    code = [name for name in ("recipe_class", "optimizer", "callbacks") if _names_code(name, values[name])]
-    for name in code:
-        was, flag = values[name], flag_of(name, TuneConfig.model_fields[name])
-        if was != getattr(asked.value, name):
-            names = [shown(one) for one in (was if isinstance(was, tuple) else (was,))]
-            raise ConfigError(
-                f"the study uses the code {', '.join(names)}, and a resume loads only code that you name again",
-                source=str(folder / "config.yaml"),
-                hint=" ".join(f"{flag} {one}" for one in names),
-            )
-    for name, field in TuneConfig.model_fields.items():
-        if name in code:
-            continue
-        if not may_be_in_files(field, values[name]):
-            if name in ("hosts", "fleet") and values[name]:
-                notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
-            if name == "log" and not servers_of(asked.value):
-                notes.append(server_note(values[name]))
-            values[name] = tuple(logger_names(stored.value)) if name == "log" else field.default
-            sources[name] = sources[name] if name == "log" else DEFAULT
-        if not asked.is_given(name) or name in ("resume", "project"):
-            continue
-        was, now = values[name], getattr(asked.value, name)
-        if was != now and name not in STUDY_MAY_CHANGE:
-            raise ConfigError(
-                f"{flag_of(name, field)} {shown(now)} differs from the study's {shown(was)}, and a resumed study cannot "
-                "change it",
-                source=f"{asked.sources[name]}; the study's: {folder / 'config.yaml'}",
-                hint="leave it out, or start a new study",
-            )
-        values[name], sources[name] = now, asked.sources[name]
-    if (values["hosts"] or values["fleet"]) and not asked.is_given("device"):  # each host has its own devices
-        values["device"], sources["device"] = asked.value.device, DEFAULT
-    values["resume"], sources["resume"] = str(folder), asked.sources["resume"]
-    return Resolved(TuneConfig.model_validate(values), sources, tuple(notes))
+    owner = Owner(
+        "study", str(folder / "config.yaml"), "start a new study", ("recipe_class", "optimizer", "callbacks")
+    )
+    merged = continued(
+        stored, asked, owner, lambda name, _was, _now: name not in STUDY_MAY_CHANGE, ("resume", "project")
+    )
+    return with_values(merged, {"resume": str(folder)}, {"resume": asked.sources["resume"]})

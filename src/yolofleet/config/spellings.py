@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
-from yolofleet.config.earlier import EARLIER, GONE, arguments_of_today
 from yolofleet.support.device_names import MOST_PROCESSES
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
@@ -183,27 +181,8 @@ INFERENCE = {  # of val and predict
 }
 
 
-def flags_of_earlier_versions() -> dict[str, Spelling]:
-    """Return the flags that trainings of earlier versions had."""
-    found = {}
-    for name, setting in EARLIER.items():
-        flag, is_switch = name.replace("_", "-"), isinstance(setting.default, bool)
-        for spelled, value in ((f"--{flag}", True), (f"--no-{flag}", False))[: 2 if is_switch else 1]:
-            values: Values = "none" if is_switch else "one"
-            to = partial(_today, name, value if is_switch else None)
-            found[spelled] = (
-                Spelling(values, to, note=True) if setting.now else refused(GONE, setting.instead, values)
-            )
-    return found
-
-
-def _today(name: str, is_on: bool | None, given: list[str]) -> list[str]:
-    return arguments_of_today(name, given[0] if is_on is None else is_on)
-
-
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "train": {
-        **flags_of_earlier_versions(),
         **MACHINES,
         **FLEETRUN,
         **dict.fromkeys(IMG, Spelling("some", _img)),

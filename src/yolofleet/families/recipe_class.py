@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from yolofleet.config.schema import Recipe
@@ -73,32 +74,32 @@ def load_recipe_class(name: str) -> TrainingRecipe:
         for method in ("dataset", "network", "loss"):
             if getattr(type(recipe_class), method) is not getattr(TrainingRecipe, method):
                 call = getattr(recipe_class, method)
-                setattr(recipe_class, method, _reported(call, f"{type(recipe_class).__name__}.{method}"))
+                setattr(recipe_class, method, reporting(call, f"{type(recipe_class).__name__}.{method}"))
     if (family := recipe_class.family) is not None:
         if family.name in BUILT_IN:
             raise ConfigError(f"{FLAG} {name}: the family {family.name} is built in", hint="use another name")
         parts = ("from_dict", "network", "loss", "preset_names", "preset")
-        reported: Any = {part: _reported(getattr(family, part), f"{family.name}.{part}") for part in parts}
+        reported: Any = {part: reporting(getattr(family, part), f"{family.name}.{part}") for part in parts}
         FAMILIES[family.name] = replace(family, user_code=True, **reported)
     if recipe_class.description is not None:
         custom.NETWORKS[recipe_class.description.name] = recipe_class.network
     return recipe_class
 
 
-def _reported(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+def reporting(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function of the user that raises ConfigError for each of its exceptions.
 
     An exception of any other type would count as a fault of the host, which the run would leave out.
     """
+    return partial(_reported, call, name)  # pickle can send it to a loader process
 
-    def checked(*arguments: Any, **named: Any) -> Any:
-        try:
-            return call(*arguments, **named)
-        except YolofleetError:
-            raise
-        except Exception as problem:
-            from yolofleet.config.user_code import failure_of_code
 
-            raise failure_of_code(f"{name} failed", problem) from None
+def _reported(call: Callable[..., Any], name: str, *arguments: Any, **named: Any) -> Any:
+    try:
+        return call(*arguments, **named)
+    except YolofleetError:
+        raise
+    except Exception as problem:
+        from yolofleet.config.user_code import failure_of_code
 
-    return checked
+        raise failure_of_code(f"{name} failed", problem) from None

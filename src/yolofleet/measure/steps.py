@@ -24,6 +24,7 @@ from yolofleet.families.networks.precision import autocast
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns
 from yolofleet.runs.report.clock import Clock
 from yolofleet.support import devices
+from yolofleet.tasks.table import task_of
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.train import BuiltRun
@@ -34,23 +35,13 @@ SAVES = 3  # checkpoints
 
 
 def random_micro_batch(
-    loss: DetectionLoss,
-    device: torch.device,
-    images: int,
-    img: int,
-    classes: int,
-    *,
-    seed: int,
-    pins: bool = True,
+    loss: DetectionLoss, device: torch.device, labels: Shapes, images: int, img: int, *, seed: int
 ) -> MicroBatch:
-    """Return a micro-batch of random square images with ``LABELS`` labels each, page-locked where that helps."""
-    rng = np.random.default_rng(seed)
-    pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
-    numbers, boxes = rng.integers(0, classes, LABELS * images), rng.uniform(0.2, 0.6, (LABELS * images, 4))
-    labels = replace(Shapes.of_image(numbers, boxes), image=np.repeat(np.arange(images), LABELS))
+    """Return a micro-batch of random square images with these labels, page-locked where that helps."""
+    pixels = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (images, img, img, 3), np.uint8))
     targets = loss.match(labels, images, (img, img))
     batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
-    return pinned(batch) if pins and devices.can_pin(device) else batch
+    return pinned(batch) if devices.can_pin(device) else batch
 
 
 class ReadySteps:
@@ -66,9 +57,9 @@ class ReadySteps:
         self.passes = [len(key.samples) for key in keys]
 
     def micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
-        training, network = self.training, run.network
-        sizes = images, network.img, network.model.nc
-        return random_micro_batch(training.loss, training.world.device, *sizes, seed=images)
+        parts = [task_of(run.network.model).made_up(LABELS)] * images
+        loss, device, labels = self.training.loss, self.training.world.device, parts[0].of_images(parts)
+        return random_micro_batch(loss, device, labels, images, run.network.img, seed=images)
 
     def sum_over(self, world: World) -> None:
         """Let the steps sum gradients over the ranks of ``world``."""

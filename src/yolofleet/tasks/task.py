@@ -5,6 +5,7 @@ N images, n found objects of one image. A task for a family of one's own: tests/
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.geometry.table import Table
+from yolofleet.runs.report.results import Judgement
 from yolofleet.support.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class Difference:
     compared: int
 
 
-class Task:
+class Task(ABC):
     """What a network finds. Each method is for arrays and values; none of them communicates.
 
     Attributes:
@@ -128,6 +130,11 @@ class Task:
         fields: tuple[str, ...] = self.decoded._fields
         return fields
 
+    @property
+    def judgement(self) -> Judgement:
+        """Its figures, as the files of a run have them."""
+        return Judgement(self.columns, self.of_class, self.fitness_of)
+
     # -- labels
 
     def labels(self, index: DataIndex, image: int) -> Shapes:
@@ -140,13 +147,13 @@ class Task:
 
     # -- predictions
 
+    @abstractmethod
     def found(self, decoded: Any, limits: Limits) -> tuple[list[Any], int]:
         """Return the ``Found`` of each image, and how many candidates were left out because an image had too many.
 
         Args:
             decoded: of one network, or a list for the predictions of several.
         """
-        raise NotImplementedError
 
     def busiest(self, decoded: Any) -> Any:
         """Return these predictions with as many objects as suppression can meet, for a trial of memory."""
@@ -173,39 +180,35 @@ class Task:
         ]
         return self.nothing.joined([self.nothing, *parts])
 
+    @abstractmethod
     def judged(
         self, index: DataIndex, images: np.ndarray, results: Any, classes: Sequence[int] | None
     ) -> Arrays:
         """Compare what was found in ``images`` (ascending) with their labels, of some classes or all; one rank's part."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metrics(self, parts: Sequence[Mapping[str, np.ndarray]], names: Sequence[str]) -> Any:
         """Return the ``Metrics`` of the parts of all ranks. They must not depend on which rank had which image."""
-        raise NotImplementedError
-
-    def fitness(self, figures: Mapping[str, float]) -> float:
-        """Return the number that chooses the best weights; a figure without objects counts as 0."""
-        return sum(weight * max(figures[name], 0.0) for name, weight in self.fitness_of.items())
 
     # -- exported files
 
+    @abstractmethod
     def difference(self, ours: Any, theirs: Any, size_hw: tuple[int, int], *, in_order: bool) -> Difference:
         """Compare decoded predictions of the same images; infinite differences if they cannot be compared.
 
         Args:
             in_order: row k of one stands for row k of the other; else both are sets.
         """
-        raise NotImplementedError
 
     # -- screens, pictures and files
 
+    @abstractmethod
     def draw(self, image: np.ndarray, found: Any, names: Sequence[str], **style: Any) -> np.ndarray:
         """Return a copy of an image uint8 [H, W, 3] BGR with what was found."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_json(self, found: Any, names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the objects of an image as values for JSON, with ``class``, ``name`` and ``score`` of each."""
-        raise NotImplementedError
 
     def bitmaps(self, found: Any, size_hw: tuple[int, int]) -> np.ndarray | None:
         """Return the pixels of each object of an image, bool [n, H, W]; None if the task has no pixels."""
@@ -241,7 +244,7 @@ class Task:
         """Return more tables of a validation for the screen, each (title, columns, rows)."""
         return []
 
-    def plots(
+    def plots(  # noqa: B027  a task may draw nothing
         self, metrics: Any, results: Any, index: DataIndex, folder: Path, note: Callable[[str], None]
     ) -> None:
         """Draw a validation into files. ``results`` are of some images."""

@@ -186,6 +186,8 @@ class TrainReport:
                 epoch=state.progress.epochs_done,
                 resumed=resumed,
             )
+        if self.status is not None:
+            self.status.note(task=self.task.judgement.stored())
         self.clock.training()
         self._before = self.clock.run_so_far().seconds
 

@@ -13,7 +13,7 @@ from yolofleet.families.weights.value import Weights, WeightsHeader, write_weigh
 from yolofleet.runs.checkpoint.names import RESULTS
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.results import BOX_COLUMNS, ResultsTable, numbers, read_rows
+from yolofleet.runs.report.results import OF_BOXES, ResultsTable, numbers, read_rows
 from yolofleet.storage.atomic import is_deleted, write_json
 from yolofleet.support.errors import StorageError
 from yolofleet.training.parallel.world import World
@@ -44,7 +44,7 @@ class RunFiles:
     world: World
     clock: Clock
     callbacks: Callbacks | None
-    columns: Iterable[str] = tuple(BOX_COLUMNS)
+    columns: Iterable[str] = tuple(OF_BOXES.columns)
     describe: Callable[[], None] = lambda: None
     problem: str = ""
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried

@@ -166,7 +166,7 @@ class Validations:
 
         As long as the fitness is 0, the newest weights are the best: they have learned most.
         """
-        fitness, best = evaluation.task.fitness(evaluation.metrics.figures), self.state.progress
+        fitness, best = evaluation.task.judgement.fitness(evaluation.metrics.figures), self.state.progress
         if fitness > best.best_fitness or fitness == best.best_fitness == 0:
             self.state.note(best_fitness=fitness, best_epoch=epoch)
             self.report.files.write_weights("best", self.state, epoch, weights)
@@ -181,7 +181,7 @@ class Validations:
 
 
 def _class_ap_of(evaluation: Evaluation) -> list[float]:
-    """Return the last figure of the screen for each class; for boxes mAP50-95, -1 for a class without labels."""
+    """Return the last figure of the screen for each class; for boxes AP, -1 for a class without labels."""
     name = list(evaluation.task.of_class.values())[-1]
     return [figures[name] for figures in evaluation.metrics.per_class.values()]
 

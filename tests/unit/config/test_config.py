@@ -7,13 +7,29 @@ import random
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from yolofleet.cli.train import decided_here
+from yolofleet.config.decide import decide
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import TrainConfig, ValConfig, divisors, may_be_in_files
-from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.config.schema.measure import (
+    BenchScalingConfig,
+    BenchStartConfig,
+    PlanConfig,
+    PlanProbeConfig,
+    TuneConfig,
+)
+from yolofleet.config.schema.verbs import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    SelftestConfig,
+)
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
@@ -99,6 +115,37 @@ def test_a_value_that_cannot_be_used_is_named_with_what_would_do(given, says):
     assert says in caught.value.render()
     assert caught.value.source == "command line"
     assert len(caught.value.what) < 400
+
+
+NEGATIVE = {("batch", "-1"), ("micro_batch", "-1"), ("workers", "-1")}  # -1: measured, or by the cores
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "-5", "-80", "-0.5", "nan", "inf", "-inf", "1e300", "1e400", "9" * 30]
+)
+def test_no_number_is_negative_infinite_or_absurd(value):
+    models: list[type[BaseModel]] = [TrainConfig, TuneConfig, PlanConfig, PlanProbeConfig, BenchStartConfig]
+    models += [BenchScalingConfig, BenchConfig, ValConfig, PredictConfig, ExportConfig]
+    models += [DoctorConfig, SelftestConfig]
+    if not 1e9 < float(value) < float("inf"):  # a run reports hyperparameters that are too large itself
+        models += [family.hyperparameters for family in FAMILIES.values()]
+    taken = set()
+    for model in models:
+        for name, field in model.model_fields.items():
+            if field.annotation in (int, float):
+                try:
+                    resolve(model, [layer_of({name: value}, "command line")])
+                    taken.add((name, value))
+                except ConfigError as error:
+                    assert value[:20] in error.what or "larger" in error.what or "18 digits" in error.what
+    assert taken == {pair for pair in NEGATIVE if pair[1] == value}
+
+
+def test_a_share_of_the_memory_is_read_again_from_a_stored_run(written):
+    config, recipe = train(batch="0.8")
+    assert load_job(written(dump_config(config, recipe))).config.value.batch == config.value.batch == -80
+    with pytest.raises(ConfigError, match="--batch -80 is below 1"):
+        train(batch=-80)
 
 
 def test_an_unknown_key_of_a_file_is_named_with_its_line(written):
@@ -283,6 +330,31 @@ def test_a_recipe_of_another_family_gives_a_warning(recipe, model, says, written
     assert says in "".join(found) and len(found) == bool(says)
     # nothing is known of a user's network
     assert not family_warnings(given, FAMILIES["custom"], CustomDescription("Tiny"))
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "second", "says"),
+    [
+        ("dfine-n", {}, "dfine-n", ""),
+        ("dfine-n", {}, "yolov5n", "recipe dfine was made for the family dfine"),
+        ("yolov5n", {"recipe": "finetune"}, "dfine-n", "recipe finetune was made for the family yolov5"),
+        ("rtdetrv2-r18", {}, "dfine-n", "recipe rtdetr was made for the family rtdetr"),
+    ],
+)
+def test_the_file_of_a_run_keeps_its_recipe_and_warns_of_another_family(first, given, second, says, written):
+    def decided(model, run):
+        described = describe(model)
+        return decide(run[0], run[1], FAMILIES[described.family], described, 5000)
+
+    then = decided(first, train(model=first, **given))
+    file = written(dump_config(then.config, then.recipe))
+    now = decided(second, resolve_train({"model": second}, config_file=str(file)))
+    assert says in "".join(now.warnings) and len(now.warnings) == bool(says)
+    assert (now.recipe.value.lr0, now.recipe.value.momentum) == (
+        then.recipe.value.lr0,
+        then.recipe.value.momentum,
+    )
+    assert (now.recipe.value == then.recipe.value) == (first == second)
 
 
 def test_single_values_override_the_recipe():
@@ -678,7 +750,33 @@ def test_resume_on_another_fleet_changes_only_where_it_runs(run):
     folder = run(batch=32)
     config, _ = resolve_train({"resume": str(folder), "device": "cpu:3", "workers": "2", "reduce": "exact"})
     assert (config.value.device, config.value.workers, config.value.reduce) == ("cpu:3", 2, "exact")
-    assert config.notes == ()
+    assert [note.split(" ", 1)[1] for note in config.notes] == [
+        "changes from auto to cpu:3",
+        "changes from -1 to 2",
+        "changes from fast to exact",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "note"),
+    [
+        ({"log": ("mlflow",)}, {"tensorboard": True}, "--log changes from mlflow to tensorboard"),
+        ({"log": ("mlflow",)}, {"log": ("mlflow",)}, ""),
+        ({"save_every": ("10min",)}, {"save_steps": 5}, "--save-every changes from 10min to 5steps"),
+        ({}, {"save_every": ("5steps", "1epochs")}, "--save-every changes from none to 5steps 1epochs"),
+        ({"keep_last": 3}, {"keep_last": 4}, "--keep-last changes from 3 to 4"),
+        ({"plots": False}, {"plots": True}, "--plots changes from false to true"),
+    ],
+)
+def test_each_change_of_a_setting_at_a_resume_gives_a_note(run, stored, given, note):
+    notes = resolve_train({"resume": str(run(**stored)), **given})[0].notes
+    assert [text for text in notes if " is now " not in text] == [note] * bool(note)
+
+
+def test_a_dry_run_of_a_resume_refuses_to_compile_several_image_sizes(run):
+    folder = run(set=["size_low=0.5"])
+    with pytest.raises(ConfigError, match="each image size would be compiled"):
+        decided_here(*resolve_train({"resume": str(folder), "passes": "compiled"}))
 
 
 def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):

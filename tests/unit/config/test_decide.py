@@ -133,6 +133,13 @@ def test_a_batch_that_so_few_images_cannot_fill_is_refused(given: dict[str, Any]
     assert sizes(decided("yolov5n", 6, batch=600))[0] == 6
 
 
+def test_a_compiled_network_has_images_of_one_size() -> None:
+    decided("yolov5n", 2000, passes="compiled")
+    for model, texts in (("yolov5n", ("size_low=0.5",)), ("dfine-s", ())):
+        with pytest.raises(ConfigError, match="each image size would be compiled"):
+            decided(model, 2000, passes="compiled", set=texts)
+
+
 def test_the_recipe_for_few_images_does_not_depend_on_a_typed_default() -> None:
     one, other = (decided("dfine-s", 50, new_classes=True, **given) for given in ({}, {"batch": 16}))
     assert one.recipe.value == other.recipe.value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from yolofleet.config.aliases import rewrite
+from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.earlier import EARLIER, fingerprint_of_today, of_today
 from yolofleet.config.job import dump_config, load_config_yaml
 from yolofleet.config.load import resolve_train, resolve_val
@@ -16,43 +18,63 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.support.errors import ConfigError
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
+# setting, value, the note on the command line, what a run reads
 MOVED: list[tuple[str, Any, str, dict[str, Any]]] = [
-    (
-        "save_steps",
-        5,
-        "--save-every=5steps",
-        {"save_every": ("5steps",), "save_steps": 5, "save_period": None},
-    ),
-    ("save_period", "3", "--save-every=3epochs", {"save_period": 3, "save_minutes": None}),
-    ("save_minutes", 0.5, "--save-every=0.5min", {"save_minutes": 0.5}),
-    ("tensorboard", True, "--log=tensorboard", {"log": ("tensorboard",)}),
-    ("multi_scale", True, "--set=size_low=0.5 --set=size_high=1.5", {}),
-    ("optimizer_class", "m:C", "--optimizer=m:C", {"optimizer": "m:C", "optimizer_class": "m:C"}),
-    ("compile", True, "--passes=compiled", {"passes": "compiled"}),
-    ("cuda_graphs", "on", "--passes=graphs", {"passes": "graphs"}),
-    ("cuda_graphs", "off", "--passes=plain", {"passes": "plain"}),
-    ("accept_changed_data", True, "--allow=changed-data", {"accept_changed_data": True}),
-    ("linked_folders", True, "--allow=linked-folders", {"linked_folders": True}),
-]
+    ("save_steps", 5, "--save-every 5steps", {"save_every": ("5steps",), "save_steps": 5, "save_period": None}),
+    ("save_period", "3", "--save-every 3epochs", {"save_period": 3, "save_minutes": None}),
+    ("save_minutes", 0.5, "--save-every 0.5min", {"save_minutes": 0.5}),
+    ("tensorboard", True, "--log tensorboard", {"log": ("tensorboard",)}),
+    ("multi_scale", True, "--set size_low=0.5 --set size_high=1.5", {}),
+    ("optimizer_class", "m:C", "--optimizer m:C", {"optimizer": "m:C", "optimizer_class": "m:C"}),
+    ("compile", True, "--passes compiled", {"passes": "compiled"}),
+    ("cuda_graphs", "on", "--passes graphs", {"passes": "graphs"}),
+    ("cuda_graphs", "off", "--passes plain", {"passes": "plain"}),
+    ("accept_changed_data", True, "--allow changed-data", {"accept_changed_data": True}),
+    ("linked_folders", True, "--allow linked-folders", {"linked_folders": True}),
+]  # fmt: skip
+
+
+def typed(name: str, value: Any) -> list[str]:
+    """The arguments that set an earlier setting."""
+    flag = name.replace("_", "-")
+    return [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+
+
+def parsed(*argv: str) -> tuple[dict[str, Any], list[str]]:
+    """What a training gets from a command line, and the notes."""
+    given: dict[str, Any] = {}
+    notes = io.StringIO()
+    command = SchemaCommand("train", TrainConfig, lambda found, **_: given.update(found) or 0)
+    with redirect_stderr(notes):
+        command.main(list(argv), standalone_mode=False)
+    return given, notes.getvalue().splitlines()
 
 
 def test_each_setting_of_an_earlier_version_is_gone_and_goes_on_or_says_what_to_do() -> None:
     assert not EARLIER.keys() & TrainConfig.model_fields.keys()
-    assert {name for name, setting in EARLIER.items() if setting.now} == {name for name, *_ in MOVED}
-    assert all(bool(setting.now) != bool(setting.instead) for setting in EARLIER.values())
+    assert {name for name, setting in EARLIER.items() if setting.new} == {name for name, *_ in MOVED}
+    assert all(bool(setting.new) != bool(setting.instead) for setting in EARLIER.values())
 
 
 @pytest.mark.parametrize(("name", "value", "flags", "settings"), MOVED)
 def test_a_setting_that_has_another_name_now_is_read_with_a_note(
-    name: str, value: Any, flags: str, settings: dict[str, Any]
+    name: str, value: Any, flags: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    typed = [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    rewritten = rewrite("train", typed, {})
-    assert " ".join(rewritten.argv) == flags and len(rewritten.notes) == 1
-    config, recipe = resolve_train({**MINIMAL, name: value})
-    assert {key: getattr(config.value, key) for key in settings} == settings
-    assert [note for note in config.notes if note.startswith(f"{name} ")]
-    assert (recipe.value.size_low == 0.5) == (name == "multi_scale")
+    given, notes = parsed(*typed(name, value))
+    assert notes == [f"note: {' '.join(typed(name, value))} is now {flags}"]
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{name}: {str(value).lower() if value is True else value}\n")
+    runs = [resolve_train({**MINIMAL, **given}), resolve_train({**MINIMAL, name: value}, source="a call")]
+    if name in ("optimizer_class", "accept_changed_data", "linked_folders"):
+        with pytest.raises(ConfigError, match="cannot be set in a file"):
+            resolve_train(MINIMAL, config_file=str(file))
+    else:
+        runs.append(resolve_train(MINIMAL, config_file=str(file)))
+        (note,) = runs[-1][0].notes
+        assert note.startswith(f"{name} ") and f"({file}:1) is now " in note, "a note about a file names it"
+    for config, recipe in runs:
+        assert {key: getattr(config.value, key) for key in settings} == settings
+        assert (recipe.value.size_low == 0.5) == (name == "multi_scale")
 
 
 @pytest.mark.parametrize(("name", "value", "flags", "settings"), MOVED)
@@ -70,15 +92,24 @@ def test_a_stored_run_of_an_earlier_version_keeps_it_in_silence(
     assert (recipe.value.size_low == 0.5) == (name == "multi_scale")
 
 
-@pytest.mark.parametrize("name", [name for name, setting in EARLIER.items() if not setting.now])
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_default_of_an_earlier_setting_has_no_effect_and_a_note(name: str) -> None:
+    value = EARLIER[name].default
+    if value != () and value != "":
+        given, notes = parsed(*typed(name, value))
+        assert not given and notes == [
+            f"note: {' '.join(typed(name, value))} has no effect: it is the default"
+        ]
+    (note,) = resolve_train({**MINIMAL, name: value}, source="a call")[0].notes
+    assert note.startswith(f"{name} ") and "(a call) has no effect" in note
+
+
+@pytest.mark.parametrize("name", [name for name, setting in EARLIER.items() if not setting.new])
 def test_a_setting_that_is_gone_says_what_to_do(name: str, tmp_path: Path) -> None:
     setting = EARLIER[name]
     with pytest.raises(ConfigError, match="no such setting any more") as caught:
         resolve_train({**MINIMAL, name: "secret"})
     assert caught.value.hint == setting.instead and "secret" not in caught.value.render()
-    with pytest.raises(ConfigError, match="no such setting any more"):
-        rewrite("train", [f"--{name.replace('_', '-')}", "secret"], {})
-    resolve_train({**MINIMAL, name: setting.default})
     file = tmp_path / "config.yaml"
     stored = dump_config(*resolve_train(MINIMAL))
     file.write_text(
@@ -88,6 +119,27 @@ def test_a_setting_that_is_gone_says_what_to_do(name: str, tmp_path: Path) -> No
     file.write_text(f"{name}: secret\n{stored}")
     (note,) = load_config_yaml(file)[0].notes
     assert note.startswith(f"{name} (") and setting.instead in note and "secret" not in note
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer_class": "m:C", "optimizer": "m:C"}, ""),
+        ({"compile": True, "cuda_graphs": "off"}, ""),
+        ({"optimizer_class": "", "optimizer": "AdamW"}, ""),
+        ({"optimizer_class": "m:C", "optimizer": "SGD"}, "--optimizer SGD is also set"),
+        ({"compile": True, "cuda_graphs": "on"}, "--passes compiled is also set"),
+    ],
+)
+def test_two_names_of_a_setting_clash_only_if_they_disagree(given: dict[str, Any], says: str) -> None:
+    argv = [word for name, value in given.items() if value for word in typed(name, value)]
+    if not says:
+        parsed(*argv)
+        resolve_train({**MINIMAL, **given})
+        return
+    for call in (lambda: parsed(*argv), lambda: resolve_train({**MINIMAL, **given})):
+        with pytest.raises(ConfigError, match=says):
+            call()
 
 
 def test_an_earlier_setting_of_trainings_is_unknown_to_other_verbs() -> None:
@@ -132,7 +184,7 @@ def test_the_numbers_of_save_every_replace_earlier_ones_of_their_unit() -> None:
 @pytest.mark.parametrize("off", ["no", "off", "false", "n", 0, "0", False])
 @pytest.mark.parametrize("name", ["multi_scale", "compile", "tensorboard", "linked_folders"])
 def test_a_switch_that_is_off_in_any_word_changes_nothing(name: str, off: Any) -> None:
-    assert of_today(name, off, "a.yaml:1") == {}
+    assert of_today(name, off, "a.yaml:1") is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("multi_scale", "0.5"), ("cuda_graphs", "bogus")])
@@ -156,12 +208,6 @@ def test_an_earlier_setting_is_added_to_one_text(
     (tmp_path / "a.yaml").write_text(f"data: d\nmodel: yolov5n\n{earlier}\n{new}: {value}\n")
     config, _ = resolve_train({}, config_file=str(tmp_path / "a.yaml"))
     assert tuple(getattr(config.value, new)) == expected
-
-
-def test_passes_that_were_compiled_stay_so_without_graphs(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text('data: d\nmodel: yolov5n\ncompile: true\ncuda_graphs: "off"\n')
-    config, _ = resolve_train({}, config_file=str(tmp_path / "a.yaml"))
-    assert config.value.passes == "compiled"
 
 
 def test_a_value_of_a_family_in_a_file_leaves_the_recipe_open(tmp_path: Path) -> None:

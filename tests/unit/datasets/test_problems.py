@@ -161,6 +161,8 @@ class Labelme(Format):
         return self.yaml(self.image_folder)
 
 
+# A new format also goes into the groups below (OF_PIXELS or OF_ROWS, OF_FOLDERS, ..._ONLY) and gets its damage in the rows
+# "label-unreadable" and "name-assumed", or a reason in their ``but_not``.
 FORMATS: dict[str, type[Format]] = {
     "yolo": Yolo,
     "list": YoloList,
@@ -439,7 +441,7 @@ def test_a_problem_is_found_in_every_format(tmp_path: Path, form: str, name: str
     assert {total: index.totals()[total] for total in row.totals} == row.totals
 
 
-@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+@pytest.mark.parametrize("form", OF_PIXELS)
 def test_numbers_of_another_meaning_give_the_boxes_that_were_meant(tmp_path: Path, form: str) -> None:
     made = FORMATS[form](tmp_path / "set")
     data = made.write(images())
@@ -450,7 +452,7 @@ def test_numbers_of_another_meaning_give_the_boxes_that_were_meant(tmp_path: Pat
     assert "taken as" in index.assumed[0]
 
 
-@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+@pytest.mark.parametrize("form", OF_PIXELS)
 @pytest.mark.parametrize("at", [(9.0, 7.0, 0.1, 0.1), (0.5, 0.5, 3.0, 0.5)])
 def test_no_format_of_pixels_asks_for_fractions(
     tmp_path: Path, form: str, at: tuple[float, float, float, float]
@@ -489,7 +491,7 @@ def test_a_clean_set_has_no_problem(tmp_path: Path, form: str) -> None:
     assert (len(index), len(index.classes)) == (6, 12)
 
 
-@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+@pytest.mark.parametrize("form", OF_PIXELS)
 def test_a_training_on_crowd_regions_alone_is_refused(tmp_path: Path, form: str) -> None:
     made, content = FORMATS[form](tmp_path / "set"), images()
     for image in content:

@@ -24,7 +24,7 @@ def labels_at(*boxes, image=0, class_idx=0, crowd=False):
 def found_at(*boxes_and_scores, image=0, class_idx=0):
     table = np.array(boxes_and_scores, np.float64).reshape(-1, 5)
     every = np.ones(len(table), np.int64)
-    return ScoredBoxes(image * every, class_idx * every, table[:, :4], table[:, 4])
+    return ScoredBoxes(image * every, class_idx * every, table[:, 4], table[:, :4])
 
 
 def figures(labels, found, classes=1):
@@ -72,7 +72,7 @@ def test_crowd_takes_any_number_of_detections_and_counts_as_nothing():
     assert records.objects[0].tolist() == [0, 0, 0, 0]
     metrics = summarize(records, ["c"])
     assert all(metrics.figures[name] == -1.0 for name in FIGURES)
-    assert BOXES.fitness(metrics.figures) == 0.0 and metrics.figures["P"] == 0.0
+    assert BOXES.judgement.fitness(metrics.figures) == 0.0 and metrics.figures["P"] == 0.0
 
 
 def test_area_comes_from_the_label_for_hits_and_from_the_box_for_false_alarms():
@@ -87,7 +87,7 @@ def test_area_comes_from_the_label_for_hits_and_from_the_box_for_false_alarms():
 def test_only_the_first_hundred_of_an_image_and_class_are_kept():
     found = found_at(*[(10 * i, 0, 5, 5, 1 - i / 1000) for i in range(130)])
     records = match_detections(labels_at((1290, 0, 5, 5)), found, classes=1, images_seen=1)
-    assert len(records.score) == 100 and not records.hit.any()
+    assert len(records.scores) == 100 and not records.hit.any()
 
 
 @pytest.mark.parametrize("empty", ["labels", "found", "both"])
@@ -123,19 +123,19 @@ def test_figures_are_equal_to_the_last_bit_for_any_sharding(shards):
 def test_confusion_matrix_counts_pairs_of_highest_overlap_and_the_rest_as_background():
     labels = Labels(
         image=np.zeros(3, np.int64),
-        class_idx=np.array([0, 0, 1]),
+        classes=np.array([0, 0, 1]),
         boxes_xywh_px=np.array([(10, 10, 40, 40), (100, 100, 40, 40), (200, 200, 40, 40)], float),
         area_px=np.full(3, 1600.0),
         crowd=np.zeros(3, bool),
     )
     found = ScoredBoxes(
         image=np.zeros(5, np.int64),
-        class_idx=np.array([0, 1, 1, 0, 1]),
+        classes=np.array([0, 1, 1, 0, 1]),
         boxes_xywh_px=np.array(
             [(12, 10, 40, 40), (10, 10, 40, 40), (100, 100, 40, 36), (400, 0, 9, 9), (200, 200, 40, 40)],
             float,
         ),
-        score=np.array([0.9, 0.8, 0.7, 0.6, 0.25]),  # the last is not above 0.25: a missed label
+        scores=np.array([0.9, 0.8, 0.7, 0.6, 0.25]),  # the last is not above 0.25: a missed label
     )
     # label 0 goes to the exact box of class 1, label 1 to class 1, label 2 to nobody
     assert confusion_matrix(labels, found, 2).tolist() == [[0, 0, 2], [2, 0, 0], [0, 1, 0]]

@@ -22,7 +22,7 @@ def detected(*table):
     """Rows of image, class, x, y, w, h, score."""
     values = np.array(table, np.float64).reshape(-1, 7)
     image, class_idx = values[:, :2].astype(np.int64).T
-    return ScoredBoxes(image, class_idx, values[:, 2:6], values[:, 6])
+    return ScoredBoxes(image, class_idx, values[:, 6], values[:, 2:6])
 
 
 TRUTH = labelled((0, 0, 0, 0, 10, 10), (0, 1, 50, 50, 10, 10))

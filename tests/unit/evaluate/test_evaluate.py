@@ -172,7 +172,7 @@ def test_every_rank_of_any_world_gets_the_figures_of_one(index, size):
         assert result.metrics.per_class == alone.metrics.per_class
         assert result.losses == alone.losses  # the same floats, added in the same order
         assert (result.metrics.confusion == alone.metrics.confusion).all()
-        for name in ("image", "class_idx", "boxes_xywh_px", "score"):
+        for name in ("image", "classes", "boxes_xywh_px", "scores"):
             assert (getattr(result.detections, name) == getattr(alone.detections, name)).all()
 
 
@@ -204,7 +204,7 @@ def test_written_json_gives_pycocotools_the_same_figures(index):
             for k, (i, c, box, area) in enumerate(
                 zip(
                     labels.image.tolist(),
-                    labels.class_idx.tolist(),
+                    labels.classes.tolist(),
                     labels.boxes_xywh_px.tolist(),
                     labels.area_px.tolist(),
                     strict=True,
@@ -263,7 +263,7 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
 
 def test_classes_leave_out_labels_and_detections_of_the_others(index):
     (only,) = on_ranks(1, lambda world: evaluated(index, world, classes=(1,)))
-    assert set(only.detections.class_idx.tolist()) == {1}
+    assert set(only.detections.classes.tolist()) == {1}
     assert (
         only.metrics.figures["mAP50"] == pytest.approx(1.0) and only.metrics.per_class["red"]["labels"] == 0
     )

@@ -42,7 +42,7 @@ def test_the_working_point_is_where_f1_is_best():
 
 def test_classes_without_labels_are_left_out_and_classes_never_found_count_as_zero():
     curves = curves_of([1, 0], [0.9, 0.8], [0, 1], [1, 0, 1])
-    assert curves.class_idx.tolist() == [0, 2]
+    assert curves.classes.tolist() == [0, 2]
     assert curves.recall.tolist() == [1.0, 0.0]
     assert curves.means["R"] == 0.5
 
@@ -65,7 +65,7 @@ def test_figures_equal_those_of_the_original(name):
         labels = np.bincount(stats["target_cls"].astype(int), minlength=80)
         curves = precision_recall(stats["tp"], stats["conf"], stats["pred_cls"].astype(int), labels)
         np.testing.assert_allclose(curves.ap, stats["ap"], rtol=0, atol=1e-12)
-    assert curves.class_idx.tolist() == answer["classes"]
+    assert curves.classes.tolist() == answer["classes"]
     np.testing.assert_allclose(curves.precision, answer["p"], rtol=0, atol=1e-12)
     np.testing.assert_allclose(curves.recall, answer["r"], rtol=0, atol=1e-12)
     np.testing.assert_allclose(curves.f1, answer["f1"], rtol=0, atol=1e-12)
@@ -74,7 +74,7 @@ def test_figures_equal_those_of_the_original(name):
     map50, map50_95 = curves.ap[:, 0].mean(), curves.ap.mean()
     assert (map50, map50_95) == pytest.approx((answer["map50"], answer["map"]), abs=1e-12)
     assert 0.1 * map50 + 0.9 * map50_95 == pytest.approx(answer["fitness"], abs=1e-12)
-    found = np.round(curves.recall * labels[curves.class_idx])  # hits at the best confidence
+    found = np.round(curves.recall * labels[curves.classes])  # hits at the best confidence
     assert found.tolist() == answer["tp"]
     alarms = np.round(found / (curves.precision + 1e-16) - found)
     assert alarms.tolist() == answer["fp"]
@@ -95,8 +95,8 @@ def one_image(case) -> tuple[Labels, ScoredBoxes]:
         ScoredBoxes(
             np.zeros(len(found), np.int64),
             found[:, 5].astype(np.int64),
-            np.concatenate([found[:, :2], found[:, 2:4] - found[:, :2]], axis=1),
             found[:, 4],
+            np.concatenate([found[:, :2], found[:, 2:4] - found[:, :2]], axis=1),
         ),
     )
 
@@ -107,7 +107,7 @@ def test_hits_of_one_image_equal_those_of_the_original():
     overlap = iou_matrix(torch.tensor(case["labels"])[:, 1:], torch.tensor(case["detections"])[:, :4])
     np.testing.assert_allclose(overlap, case["iou"], rtol=0, atol=1e-6)
     records = match_detections(labels, found, classes=2, images_seen=1)
-    order = np.lexsort((-found.score, found.class_idx))  # rows of the records
+    order = np.lexsort((-found.scores, found.classes))  # rows of the records
     hits = unpacked(records.hit)[:, 0].T  # [D, T], every area
     assert hits.tolist() == np.array(case["correct"])[order].tolist()
 

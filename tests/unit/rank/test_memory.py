@@ -8,11 +8,17 @@ import torch
 from label_rows import shapes_of
 from small_training import small_run
 
+from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 from yolofleet.families.rtdetr.loss import RtdetrLoss
-from yolofleet.training.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
+from yolofleet.training.rank.memory_probe import (
+    LargestPass,
+    largest_that_fits,
+    out_of_memory,
+    probed_micro_batch,
+)
 
 CPU = torch.device("cpu")
 
@@ -46,6 +52,20 @@ def test_a_trial_changes_no_bit_of_the_run(model: str, exact: bool) -> None:
         run.do(2)
     found = tried.tensors()
     assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("batch", "hint"),
+    [
+        ("auto", "--batch 0.8, or"),
+        ("0.8", "--batch 0.7, or"),
+        ("0.25", "--batch 0.15, or"),
+        ("0.1", "--batch 16, or"),
+    ],
+)
+def test_a_share_that_does_not_fit_names_a_smaller_one(batch: str, hint: str) -> None:
+    settings = resolve_train({"data": "d", "model": "yolov5n", "batch": batch})[0].value
+    assert str(out_of_memory(RuntimeError("full"), settings, CPU).hint).startswith(hint)
 
 
 def test_a_cpu_is_not_probed() -> None:

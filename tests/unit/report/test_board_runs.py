@@ -16,6 +16,7 @@ from yolofleet.cli.commands import named_run
 from yolofleet.runs.board import runs as board_runs
 from yolofleet.runs.board.runs import Run, Runs, find_runs
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import Judgement
 from yolofleet.storage.mirrored import mirror_of
 from yolofleet.support.errors import ConfigError, StorageError
 
@@ -135,6 +136,9 @@ def test_a_run_without_a_status_is_judged_by_its_files(tmp_path: Path) -> None:
     folder.results_json.write_text(json.dumps({"metrics": {"mAP50-95": 0.25}}))
     folder.results_csv.unlink()
     assert row_of(folder)["state"] == "ended" and row_of(folder)["best"] == 0.25
+    task = Judgement({"metrics/overlap": "overlap"}, {}, {"overlap": 1.0}).stored()
+    folder.results_json.write_text(json.dumps({"metrics": {"overlap": 0.5}, "task": task}))
+    assert row_of(folder)["best"] == 0.5 and row_of(folder)["figure"] == "overlap"
 
 
 def looked(folder: RunFolder) -> tuple[Runs, Run]:

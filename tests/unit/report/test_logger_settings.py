@@ -54,7 +54,8 @@ def test_a_study_goes_on_with_or_without_its_server(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(config, recipe))
     (tmp_path / STUDY).touch()
     resumed, _ = resolve_tune({"resume": str(tmp_path), "log": ("mlflow=http://a.b",)})
-    assert resumed.value.log == ("mlflow=http://a.b",) and not resumed.notes
+    assert resumed.value.log == ("mlflow=http://a.b",)
+    assert resumed.notes == ("--log changes from tensorboard mlflow=http://a.b to mlflow=http://a.b",)
     resumed, _ = resolve_tune({"resume": str(tmp_path)})
     assert resumed.value.log == ("tensorboard", "mlflow")
     assert "to send them: --log tensorboard --log mlflow=http://a.b" in resumed.notes[0]

@@ -24,8 +24,9 @@ from yolofleet.inference.evaluate.figures import shared_sample
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.compare import comparison, unpaired
-from yolofleet.runs.report.history import MOST_SPANS, best_of, plain, read_run
+from yolofleet.runs.report.history import MOST_SPANS, best_of, judgement_of, plain, read_run
 from yolofleet.runs.report.page import page, write_report
+from yolofleet.runs.report.results import OF_BOXES, Judgement
 from yolofleet.tasks.boxes import page as page_module
 from yolofleet.tasks.boxes.page import label_figures, page_of
 from yolofleet.tasks.task import sampled
@@ -166,10 +167,35 @@ def test_the_best_epoch_is_chosen_as_the_training_does():
     def row(epoch: int, map50: str, map50_95: str) -> dict[str, str]:
         return {"epoch": str(epoch), "metrics/mAP50": map50, "metrics/mAP50-95": map50_95}
 
-    assert best_of([]) == best_of([row(1, "", "")]) == {}
-    assert best_of([row(1, "0", "0"), row(2, "0", "0")])["epoch"] == 2
-    assert best_of([row(1, "0.9", "0.40"), row(2, "0.1", "0.41"), row(3, "0.9", "0.40")])["epoch"] == 1
-    assert best_of([row(1, "0.5", "0.4"), row(2, "nan", "1e999"), row(3, "x", "0.1")])["epoch"] == 1
+    def epoch(*rows: dict[str, str]) -> float:
+        return best_of(rows, OF_BOXES)["epoch"]
+
+    assert best_of([], OF_BOXES) == best_of([row(1, "", "")], OF_BOXES) == {}
+    assert epoch(row(1, "0", "0"), row(2, "0", "0")) == 2
+    assert epoch(row(1, "0.9", "0.40"), row(2, "0.1", "0.41"), row(3, "0.9", "0.40")) == 1
+    assert epoch(row(1, "0.5", "0.4"), row(2, "nan", "1e999"), row(3, "x", "0.1")) == 1
+
+
+CIRCLES = Judgement({"metrics/overlap": "overlap"}, {"overlap": "overlap"}, {"overlap": 1.0})
+
+
+def test_a_run_of_a_users_task_is_shown_by_its_own_figures(tmp_path):
+    folder = made_run(tmp_path / "run", None, finished=False)
+    folder.results_csv.write_text(
+        folder.results_csv.read_text().replace("metrics/mAP50-95", "metrics/overlap")
+    )
+    folder.status.write_text(json.dumps({"state": "running", "task": CIRCLES.stored()}))
+    found, last = read_run(folder), pytest.approx((1 - 0.9**6) / 2, abs=1e-5)
+    assert found["best"] == {"epoch": 6, "main": last, "fitness": last} and found["task"]["main"] == "overlap"
+    assert found["results"]["metrics"] == {"overlap": last}
+    assert comparison([found, found])["figures"][0] == ["overlap", True, last, last]
+
+
+@pytest.mark.parametrize("task", [3, {"columns": {}}, CIRCLES.stored() | {"fitness_of": {"overlap": None}}])
+def test_a_damaged_task_of_a_run_counts_as_boxes(tmp_path, task):
+    folder = made_run(tmp_path / "run", None, finished=False)
+    folder.status.write_text(json.dumps({"task": task}))
+    assert judgement_of(folder) is OF_BOXES
 
 
 def test_a_folder_that_is_used_again_shows_the_last_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ from yolofleet.config.load import resolve_tune
 from yolofleet.config.resolve import training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import TrainConfig
+from yolofleet.families.family import Family
+from yolofleet.families.table import FAMILIES
 from yolofleet.fleet.launch.machines import resume_options
+from yolofleet.measure.tune import search
 from yolofleet.measure.tune.space import Choices, Range, Value
 from yolofleet.measure.tune.study import Result, Study, Trial, best_of
 from yolofleet.measure.tune.trials import (
@@ -24,6 +28,7 @@ from yolofleet.measure.tune.trials import (
     local_groups,
 )
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import Judgement
 from yolofleet.support.errors import CheckpointError, ConfigError
 
 pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
@@ -213,8 +218,10 @@ def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
         resolve_tune(resume)
     assert error.value.hint == "--recipe-class module:All"
     with pytest.raises(ConfigError, match="the study uses the code module:A") as error:
-        resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:B",)})
+        resolve_tune({**resume, "recipe_class": "module:All"})
     assert error.value.hint == "--callbacks module:A"
+    with pytest.raises(ConfigError, match="module:B differs from the study's module:A"):
+        resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:B",)})
     found, _ = resolve_tune({**resume, "recipe_class": "module:All", "callbacks": ("module:A",)})
     assert found.value.recipe_class == "module:All" and found.value.callbacks == ("module:A",)
     options = ["--hosts", "a:1", "--recipe-class", "module:All", "--callbacks", "module:A"]
@@ -258,3 +265,26 @@ def test_the_reason_of_a_failure_is_of_the_last_start_also_after_other_letters(t
     run.log.write_bytes(before + b"Unreachable: node-b does not answer\n")
     run.log_offset = len(before)
     assert run.reason(4) == "Unreachable: node-b does not answer"
+
+
+def test_a_task_of_a_user_is_compared_by_its_own_fitness(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.folder.results_csv.write_text("epoch,metrics/overlap\n1,0.5\n2,\n3,0.25\n4,0.75\n")
+    run.folder.logs.mkdir()
+    task = Judgement({"metrics/overlap": "overlap"}, {}, {"overlap": 2.0})
+    run.folder.status.write_text(json.dumps({"task": task.stored()}))
+    assert list(run.curve()) == [(1, 1.0), (3, 1.0), (4, 1.5)]
+
+
+def test_a_fitness_without_its_column_is_refused_before_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "circles", Family("circles", list, list, list))  # forgotten after the test
+    circles = Path(__file__).resolve().parents[2] / "toy_task" / "circles.py"
+    code = circles.read_text().replace('{"metrics/overlap": "overlap"}', "{}")
+    (tmp_path / "blind.py").write_text(code)
+    settings = {"data": "d", "model": "circles-n", "recipe_class": f"{tmp_path / 'blind.py'}:Circular"}
+    config, _ = resolve_tune(settings)
+    with pytest.raises(ConfigError, match=r"results\.csv, which has no column of overlap") as refused:
+        search._network(training_of(config, TrainConfig).value)
+    assert refused.value.source == "the attribute columns of CircleTask"

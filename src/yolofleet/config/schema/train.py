@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ValidationInfo, field_validator
 
 from yolofleet.config.schema.fields import (
+    MAX_SIDE_PX,
     PRECISION_CLASHES,
     PRECISION_HELP,
     Clash,
@@ -111,7 +112,10 @@ class WorkloadSettings(DeviceSettings):
     )
     cfg: str = input_setting("", "model description to use instead of --model: YAML file or Darknet .cfg")
     img: int = input_setting(
-        640, "side of the square images for training and validation, pixels; rounded up to the stride", ge=32
+        640,
+        "side of the square images for training and validation, pixels; rounded up to the stride",
+        ge=32,
+        le=MAX_SIDE_PX,
     )
     fraction: float = input_setting(
         1.0, "share of the training images to use; the seed decides which", gt=0, le=1, rare=True

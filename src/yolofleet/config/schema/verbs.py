@@ -38,7 +38,7 @@ class SelftestConfig(Frozen):
 
     verb: ClassVar[str] = "selftest"
     model: str = input_setting("yolov5n", "model name (yolov5n ... yolov5x)")
-    img: int = input_setting(128, "image size, pixels", ge=32)
+    img: int = input_setting(128, "image size, pixels", ge=32, le=MAX_SIDE_PX)
     steps: int = length_setting(3, "steps (optimizer updates) of each run", ge=2, le=10)
     device: Device = execution_setting(
         "auto",
@@ -73,7 +73,7 @@ class DoctorConfig(DeviceSettings):
         in_files=False,
     )
     data: str = input_setting("", "data set of the run; the doctor checks that it is the same on all hosts")
-    img: int = length_setting(640, "image size of the run, pixels", ge=32)
+    img: int = length_setting(640, "image size of the run, pixels", ge=32, le=MAX_SIDE_PX)
     batch: Natural = length_setting(16, "total batch of the run, images")
     micro_batch: int = length_setting(
         0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0

@@ -158,7 +158,7 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
 _HEAD_BYTES = 1 << 16
 _MOST_FILES = 5  # so many files of each suffix show what a folder holds
 _COCO = "export COCO there"
-_FORMATS = (  # what only files of this format have in their first 64 KiB, the format, what to do
+_UNREAD = (  # formats that are not read, or not as one file: what only files of this format have in their first 64 KiB, the format, what to do
     (rb'"_via_\w+"|"shape_attributes"|region_shape_attributes', "VIA's project or CSV", _COCO),
     (rb'"schema_ref"|"slots"\s*:\s*\[', "V7's Darwin JSON", _COCO),
     (rb'"classTitle"|"projectType"', "Supervisely's JSON", "export COCO, YOLO or Pascal VOC there"),
@@ -195,7 +195,7 @@ def refuse_other_format(path: Path) -> None:
                 head = opened.read(_HEAD_BYTES)
         except OSError:
             continue
-        for signs, form, way_out in _FORMATS:
+        for signs, form, way_out in _UNREAD:
             if re.search(signs, head):
                 hint = f"{way_out}; docs/label-tools.md has more"
                 raise ConfigError(f"{path} cannot be read: {Path(file).name} is {form}", hint=hint)

@@ -136,8 +136,8 @@ def _numbers(file: str, size_wh: tuple[int, int]) -> np.ndarray:
         return pixels.astype(np.int32)
     channels = pixels[..., : 3 if pixels.shape[2] > 2 else 1].astype(np.int64)  # without transparency
     colours = np.left_shift(channels, 16 * np.arange(channels.shape[2])).sum(axis=2)
-    numbers = np.searchsorted(np.unique(np.append(0, colours)), colours)  # black is 0
-    return numbers.astype(np.int32)
+    numbers: np.ndarray = np.searchsorted(np.unique(np.append(0, colours)), colours).astype(np.int32)
+    return numbers  # black is 0
 
 
 def _objects(numbers: np.ndarray) -> list[np.ndarray]:

@@ -119,10 +119,13 @@ Splits = dict[str, tuple[SplitSource, ...]]
 class Format:
     """How the labels of one format are found and read. A process imports only the formats that it reads.
 
+    A folder, a list or an entry of a YAML file has the kind "yolo". If its images have no YOLO labels, ``has_files`` of each
+    format is asked in the order of ``FORMATS``, so a format with one file an image needs only that and ``reader``.
+
     Attributes:
-        reader: returns the reader of a source. ``images`` are those of its folder or list if they were found already, else
-            None. Raises DataError.
-        suffix: of a file with the labels of many images, which ``source`` takes; "": the format has no such files.
+        reader: returns the reader of a source. The third argument are the ``YoloFiles`` of its folder or list if they were
+            found already, else None (``yolotxt.images_of`` finds them). Raises DataError.
+        suffix: of a file with the labels of many images, which ``source`` takes (".json" is COCO's); "": there are none.
         source: returns what such a file stands for. ``folders``: where its images may be, beside the folders near the file.
         in_folder: returns the splits of a folder without a description, {} if the folder has another format; and why a split
             is missing. Raises DataError.

@@ -22,7 +22,7 @@ from yolofleet.support.random_numbers import generator, permutation
 
 ORDERS_KEPT = 2  # in memory: a micro-batch may span two epochs
 
-ClassAP = tuple[float, ...]  # mAP50-95 of each class; -1 for a class without labels
+ClassAP = tuple[float, ...]  # AP of each class; -1 for a class without labels
 
 
 class Sized(Protocol):

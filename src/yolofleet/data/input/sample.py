@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cv2
@@ -108,7 +108,8 @@ class TrainSamples:
         labels: Callable[[Any, int], Shapes] | None = None,
     ) -> None:
         self.index = index
-        self.labels = labels
+        # image -> its labels, as the data set has them
+        self.labels: Callable[[int], Shapes] = partial(labels, index) if labels else index.labels
         self.cache = cache
         self.recipe = recipe
         self.img = img
@@ -274,7 +275,7 @@ class TrainSamples:
             chosen = np.flatnonzero(rng.random(len(outlines)) < self.recipe.copy_paste).tolist()
             if chosen := [i for i in chosen if outlines[i]]:
                 pixels = self._source(source)
-                classes = self.labels_of(source).classes[chosen].tolist()
+                classes = self.labels(source).classes[chosen].tolist()
                 if pixels is not None:
                     from yolofleet.data.input.single_images import paste_objects
 
@@ -290,11 +291,7 @@ class TrainSamples:
 
     @cached_property
     def no_labels(self) -> Shapes:
-        return self.labels_of(0).rows(slice(0))
-
-    def labels_of(self, image: int) -> Shapes:
-        """Return the labels of an image as the data set has them."""
-        return self.labels(self.index, image) if self.labels else self.index.labels(image)
+        return self.labels(0).rows(slice(0))
 
     def _source(self, number: int) -> np.ndarray | None:
         """Return the pixels of an image to paste from; None if it cannot be read."""
@@ -311,14 +308,14 @@ class TrainSamples:
         every process.
         """
         try:
-            return self.cache.get(number, seen), self.labels_of(number)
+            return self.cache.get(number, seen), self.labels(number)
         except DataError as problem:
             first = problem
         self.unreadable[number] = first.what
         draws = generator(self.seed, "replacement", epoch, number).random(REPLACEMENTS)
         for other in (draws * len(self)).astype(int).tolist():
             try:
-                return self.cache.get(other, seen), self.labels_of(other)
+                return self.cache.get(other, seen), self.labels(other)
             except DataError as problem:
                 self.unreadable[other] = problem.what
         first.what += f", and {REPLACEMENTS} others that could replace it cannot be read either"

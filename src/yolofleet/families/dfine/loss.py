@@ -58,7 +58,9 @@ class DfineLoss(RtdetrLoss):
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if not isinstance(raws, DfineTrainingRaws):  # a validation
-            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor, pairs
+            return torch.cat(
+                [by_output[-1], by_output.new_zeros(len(DfineLoss.terms) - 3)]
+            ) * matching.factor, pairs
 
         layers = raws.corners.shape[1]
         shares, noise_shares = distillation_shares(joined, targets, queries)

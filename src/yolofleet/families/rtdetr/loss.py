@@ -66,7 +66,9 @@ class RtdetrLoss:
     """
 
     terms: tuple[str, ...] = ("cls", "box", "giou", "aux", "denoise")
-    by_images: tuple[str, ...] = ()  # terms that are divided by images; the others by labels
+    by_images: tuple[
+        str, ...
+    ] = ()  # terms that are divided by images, the others by labels: ``match`` counts for each
     times_images = False
     predicted_divisor = False
 
@@ -74,6 +76,7 @@ class RtdetrLoss:
         self.class_loss = recipe.class_loss
         self.gamma = recipe.class_gamma or GAMMAS[recipe.class_loss]
         self.recipe, self.classes = recipe, classes
+        # gains of the first terms, also within ``aux`` and ``denoise``, whose own gains are 1
         self.weights = torch.tensor([recipe.cls_gain, recipe.l1_gain, recipe.giou_gain])
         self.gains = torch.cat([self.weights, torch.ones(2)])
 

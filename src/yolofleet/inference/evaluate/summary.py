@@ -42,14 +42,15 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
 
 
 def accuracy_text(evaluation: Evaluation) -> str:
-    """Return ``mAP50 0.500, mAP50-95 0.300``: the figures that choose the best weights."""
+    """Return the figures that choose the best weights, as ``NAME 0.500, NAME 0.300``."""
     figures = evaluation.metrics.figures
     return ", ".join(f"{name} {figure_text(figures[name])}" for name in evaluation.task.fitness_of)
 
 
 def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
-    """Return values for JSON: ``metrics``, ``per_class``, ``images``, ``seconds``."""
+    """Return values for JSON: ``task``, ``metrics``, ``per_class``, ``images``, ``seconds``."""
     return {
+        "task": evaluation.task.judgement.stored(),
         "metrics": dict(evaluation.metrics.figures),
         "per_class": {name: dict(figures) for name, figures in evaluation.metrics.per_class.items()},
         "images": evaluation.images,

@@ -57,7 +57,7 @@ def quantized(model: Any, batches: Iterator[np.ndarray], folder: Path) -> Any:
                 per_channel=True,
                 reduce_range=True,  # without AVX512-VNNI, x86 adds two products of 8 bits in 16 bits, which can overflow
                 op_types_to_quantize=list(OPERATIONS),
-                # the extremes of 64 images cost yolov5n 0.020 of mAP50-95, their moving average 0.005
+                # the extremes of 64 images cost yolov5n 0.020 of AP, their moving average 0.005
                 extra_options={"CalibMovingAverage": True},
                 nodes_to_exclude=head_nodes(model.graph),
             )

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.format import non_finite
@@ -60,7 +62,10 @@ class Training:
         for _ in range(count):
             plan = StepPlan(self.state.step, self.state.step * IMAGES, IMAGES, LR, LR, 0.9)
             seed, device = self.state.step, self.world.device
-            batch = random_micro_batch(self.loss, device, IMAGES, IMG, CLASSES, seed=seed)
+            rng = np.random.default_rng(seed)
+            parts = [(rng.integers(0, CLASSES, 8), rng.uniform(0.2, 0.6, (8, 4))) for _ in range(IMAGES)]
+            labels = Shapes.of_images([Shapes.of_image(*part) for part in parts])
+            batch = random_micro_batch(self.loss, device, labels, IMAGES, IMG, seed=seed)
             report = train_step(
                 self.state,
                 plan,

@@ -130,14 +130,25 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
 
 
 def _network(config: TrainConfig) -> tuple[Family, ModelDescription]:
-    """Return the family and the description of the network that the trials train."""
+    """Return the family and the description of the network that the trials train.
+
+    Raises:
+        ConfigError: the code or the network cannot be read, or results.csv will lack a figure of the fitness.
+    """
     from yolofleet.families.build import family_of
     from yolofleet.families.recipe_class import load_recipe_class
     from yolofleet.training.network import description_and_weights
 
     recipe_class = load_recipe_class(config.recipe_class)
     described = description_and_weights(config, None, recipe_class.description)[0]
-    return family_of(described), described
+    family = family_of(described)
+    if family.task and (without := family.task.fitness_of.keys() - family.task.columns.values()):
+        raise ConfigError(
+            f"tune compares trials by results.csv, which has no column of {', '.join(sorted(without))}",
+            source=f"the attribute columns of {type(family.task).__name__}",
+            hint="add a column for each figure of fitness_of",
+        )
+    return family, described
 
 
 def _new_folder(

@@ -23,7 +23,8 @@ from yolofleet.config.schema import RunSettings, flag_of, may_be_in_files, rules
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.measure.tune.space import Value
 from yolofleet.runs.report.folder import RESUME_COMMAND, RunFolder
-from yolofleet.runs.report.results import fitness_of, read_rows
+from yolofleet.runs.report.history import judgement_of, metrics_of
+from yolofleet.runs.report.results import read_rows
 from yolofleet.storage.atomic import open_append
 from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.device_names import gpu_ids, processes_of
@@ -141,12 +142,11 @@ class TrialRun:
 
     def curve(self) -> Iterator[tuple[int, float]]:
         """Yield the epochs that were validated, and the highest fitness up to each."""
-        best = float("-inf")
+        best, task = float("-inf"), judgement_of(self.folder)
         for row in read_rows(self.folder.results_csv):
-            if not row.get("metrics/mAP50-95"):
-                continue
-            best = max(best, fitness_of(float(row["metrics/mAP50"]), float(row["metrics/mAP50-95"])))
-            yield int(row["epoch"]), best
+            if figures := metrics_of(row, task):
+                best = max(best, task.fitness(figures))
+                yield int(row["epoch"]), best
 
     def has_new_figures(self) -> bool:
         """Return whether the file of figures has changed since the last call."""

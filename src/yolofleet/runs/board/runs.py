@@ -24,6 +24,7 @@ from yolofleet.runs.report.folder import REQUESTS, RunFolder
 from yolofleet.runs.report.history import (
     Limits,
     best_of,
+    judgement_of,
     plain,
     read_events,
     read_figures,
@@ -126,6 +127,7 @@ class Run:
             "ranks": number(status.get("ranks"), MOST_WHOLE),
             "best": table.get("best"),
             "best_epoch": table.get("best_epoch"),
+            "figure": table.get("figure"),
             "line": self._renewed(self._last_line, "logs/rank-0.log") or "",
             "asked": [kind for kind in REQUESTS if signature(path, [f"logs/{kind}.request"])[0]],
             "may_ask": runs and bool(status) and not self._is_stored,
@@ -265,9 +267,11 @@ class Run:
             rows = results_rows(self.folder, LIMITS)
         except StorageError:
             return {}
-        best, last = best_of(rows), rows[-1] if rows else {}
+        task = judgement_of(self.folder, LIMITS)
+        best, last = best_of(rows, task), rows[-1] if rows else {}
         return {
-            "best": number(best.get("mAP50-95"), MOST_WHOLE),
+            "best": number(best.get("main"), MOST_WHOLE),
+            "figure": task.main,
             "best_epoch": number(best.get("epoch"), MOST_WHOLE),
             "epoch": number(last.get("epoch"), MOST_WHOLE),
             "rate": number(last.get("images_per_s"), MOST_WHOLE),
@@ -275,7 +279,9 @@ class Run:
 
     def _results(self) -> dict[str, Any]:
         metrics = read_json(self.folder.results_json, LIMITS).get("metrics")
-        return {"best": number(metrics.get("mAP50-95"), MOST_WHOLE)} if isinstance(metrics, dict) else {}
+        figure = judgement_of(self.folder, LIMITS).main
+        best = number(metrics.get(figure), MOST_WHOLE) if isinstance(metrics, dict) else None
+        return {"best": best, "figure": figure}
 
     def _last_line(self) -> str:
         try:

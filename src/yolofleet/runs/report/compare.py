@@ -14,6 +14,7 @@ from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_run
 from yolofleet.runs.report.page import page
+from yolofleet.runs.report.results import METRICS
 from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import ConfigError
 
@@ -57,6 +58,7 @@ def comparison(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ],
         "figures": _final_figures(runs, has_best=not unlike),
         "settings": _different_settings(runs),
+        "main": runs[0]["task"]["main"],
         "classes": _per_class(runs),
         **_disagreements(runs, names),
     }
@@ -71,23 +73,14 @@ def _distinct(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-# name, whether a higher value is better (None: neither), path in the values of a run
-_FIGURES: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
-    ("mAP50-95", True, ("metrics", "mAP50-95")),
-    ("mAP50", True, ("metrics", "mAP50")),
-    ("mAP75", True, ("metrics", "mAP75")),
-    ("mAP50-95, small", True, ("metrics", "mAP-small")),
-    ("mAP50-95, medium", True, ("metrics", "mAP-medium")),
-    ("mAP50-95, large", True, ("metrics", "mAP-large")),
-    ("precision", True, ("metrics", "P")),
-    ("recall", True, ("metrics", "R")),
-    ("best fitness", True, ("best", "fitness")),
-    ("best epoch", None, ("best", "epoch")),
-    ("steps", None, ("steps",)),
-    ("images seen", None, ("images_seen",)),
-    ("processes", None, ("fleet", "processes")),
-    ("device", None, ("fleet", "device")),
-    ("SHA-256 of the last weights", None, ("weights_sha256",)),
+# name and path in the values of a run, of what is neither better nor worse
+_FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("best epoch", ("best", "epoch")),
+    ("steps", ("steps",)),
+    ("images seen", ("images_seen",)),
+    ("processes", ("fleet", "processes")),
+    ("device", ("fleet", "device")),
+    ("SHA-256 of the last weights", ("weights_sha256",)),
 )
 
 
@@ -109,12 +102,20 @@ def _final_figures(runs: Sequence[Mapping[str, Any]], *, has_best: bool) -> list
     Args:
         has_best: whether one accuracy may be better than another.
     """
-    lines = []
-    for name, higher, path in _FIGURES:
-        values = [_at(run["results"], path) for run in runs]
-        if any(value is not None and value != -1 for value in values):  # -1: no labels of that size
-            is_accuracy = path[0] == "metrics" or path == ("best", "fitness")
-            lines.append([name, None if is_accuracy and not has_best else higher, *values])
+    lines: list[list[Any]] = []
+    names = {
+        figure: column.removeprefix(METRICS)
+        for run in runs
+        for column, figure in run["task"]["columns"].items()
+    }
+    figures = dict.fromkeys(name for run in runs for name in _mapping(run["results"].get("metrics")))
+    accuracies = [(names.get(figure, figure), ("metrics", figure)) for figure in figures]
+    accuracies.append(("best fitness", ("best", "fitness")))
+    for higher, table in ((True if has_best else None, accuracies), (None, _FACTS)):
+        for name, path in table:
+            values = [_at(run["results"], path) for run in runs]
+            if any(value is not None and value != -1 for value in values):  # -1: no labels of that size
+                lines.append([name, higher, *values])
     seconds = [_total(run["results"].get("seconds")) for run in runs]
     if any(value is not None for value in seconds):
         lines.append(["seconds", False, *seconds])
@@ -163,8 +164,12 @@ def _different_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 def _per_class(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     tables = [_mapping(run["figures"].get("per_class")) for run in runs]
+    mains = [run["task"]["of_class"].get(run["task"]["main"], "") for run in runs]
     names = list(dict.fromkeys(name for table in tables for name in table))
-    return [[name, *(_at(table.get(name), ("AP",)) for table in tables)] for name in names]
+    return [
+        [name, *(_at(table.get(name), (main,)) for table, main in zip(tables, mains, strict=True))]
+        for name in names
+    ]
 
 
 # -- images ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from yolofleet.config.job import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.results import MAP, MAP50, MAX_BYTES, fitness_of, metrics_of, number, read_rows
+from yolofleet.runs.report.results import MAX_BYTES, MOST_COLUMNS, OF_BOXES, Judgement, number, read_rows
 from yolofleet.runs.report.results import MOST_ROWS as MOST_TABLE_ROWS
 from yolofleet.storage.foreign import read_foreign, read_foreign_text
 from yolofleet.support.errors import ConfigError, StorageError
@@ -72,8 +72,9 @@ def read_progress(
     # a run that was resumed after its end still has the earlier results
     is_open = bool(events) and "end" not in _kinds_since_start(events)
     finished = {} if is_open else read_json(folder.results_json, limits)
-    best = best_of(rows)
-    results = finished or _results_so_far(rows, events, best)
+    task = judgement_of(folder, limits)
+    best = best_of(rows, task)
+    results = finished or _results_so_far(rows, events, best, task)
     settings = settings or read_settings(folder, limits)
     return {
         "name": folder.name,
@@ -81,6 +82,7 @@ def read_progress(
         "verb": settings["verb"] or "train",
         "finished": bool(finished),
         "best": best,
+        "task": {**task.stored(), "main": task.main},
         "results": {name: results[name] for name in _RESULTS if name in results},
         "curves": _curves(rows),
         "curves_problem": problem,
@@ -89,26 +91,50 @@ def read_progress(
     }
 
 
-def best_of(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without boxes to judge."""
+def judgement_of(folder: RunFolder, limits: Limits = REPORT) -> Judgement:
+    """Return the figures of the task of a run; those of boxes if it says none, as runs of older versions."""
+    for path in (folder.status, folder.results_json):
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            task = read_json(path, limits)["task"]
+            columns, of_class = (
+                {str(column): str(figure) for column, figure in task[name].items()}
+                for name in ("columns", "of_class")
+            )
+            fitness_of = {str(figure): float(weight) for figure, weight in task["fitness_of"].items()}
+            if fitness_of and len(columns) <= MOST_COLUMNS:
+                return Judgement(columns, of_class, fitness_of)
+    return OF_BOXES
+
+
+def metrics_of(row: Mapping[str, str], task: Judgement) -> dict[str, float | None]:
+    """Return the figures of a validation in a row, by their names in results.json; empty without a validation."""
+    found = {figure: number(row.get(column)) for column, figure in task.columns.items()}
+    return found if any(value is not None for value in found.values()) else {}
+
+
+def best_of(rows: Sequence[Mapping[str, str]], task: Judgement) -> dict[str, float]:
+    """Return epoch, main figure and fitness of the best weights, chosen as the training does; empty without a validation."""
     best: dict[str, float] = {}
     for row in rows:
-        epoch, figures = number(row.get("epoch")), metrics_of(row)
-        map50_95 = figures.get(MAP)
-        if epoch is None or map50_95 is None:
+        epoch, figures = number(row.get("epoch")), metrics_of(row, task)
+        main = figures.get(task.main)
+        if epoch is None or main is None:
             continue
-        fitness = fitness_of(figures.get(MAP50) or 0.0, map50_95)
+        fitness = task.fitness(figures)
         if not best or fitness > best["fitness"] or fitness == best["fitness"] == 0:
-            best = {"epoch": int(epoch), MAP: map50_95, "fitness": fitness}
+            best = {"epoch": int(epoch), "main": main, "fitness": fitness}
     return best
 
 
 def _results_so_far(
-    rows: Sequence[Mapping[str, str]], events: Sequence[Mapping[str, Any]], best: Mapping[str, float]
+    rows: Sequence[Mapping[str, str]],
+    events: Sequence[Mapping[str, Any]],
+    best: Mapping[str, float],
+    task: Judgement,
 ) -> dict[str, Any]:
     """Return the values of results.json for a run that has not written it: from results.csv and the events."""
     found: dict[str, Any] = {"best": best} if best else {}
-    if validated := [figures for row in rows if (figures := metrics_of(row))]:
+    if validated := [figures for row in rows if (figures := metrics_of(row, task))]:
         found["metrics"] = validated[-1]
     if rows:
         found |= {"steps": number(rows[-1].get("step")), "images_seen": number(rows[-1].get("images"))}
@@ -155,6 +181,8 @@ def _loads(text: str) -> Any:
 
 def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing or is not JSON."""
+    if path.parent.is_symlink() and not limits.follow:
+        return {}
     with suppress(OSError, ValueError, RecursionError):
         found = _loads(read_foreign_text(path, limit_bytes=limits.figures_bytes, follow=limits.follow))
         if isinstance(found, dict):

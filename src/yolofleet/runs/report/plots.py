@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.runs.report.draw import Picture, colour, picture_grid
-from yolofleet.runs.report.results import number, read_rows
+from yolofleet.runs.report.results import METRICS, number, read_rows
 from yolofleet.storage.atomic import make_folder, write_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 MASK_OPACITY = 0.4
-BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f97316", "#16a34a", "#dc2626", "#9ca3af"
+HUES = BLUE, ORANGE, GREEN, RED = "#2563eb", "#f97316", "#16a34a", "#dc2626"
+GREY = "#9ca3af"
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -113,6 +115,19 @@ def drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 # -- training ----------------------------------------------------------------------------------------------
 
 
+CHARTS = {"mAP": "average precision", "precision": "precision and recall", "recall": "precision and recall"}
+
+
+def charts_of(columns: Iterable[str]) -> dict[str, list[str]]:
+    """Return the columns of figures by the title of their chart; assets/page.js has the same rule."""
+    charts: dict[str, list[str]] = {}
+    for column in columns:
+        if column.startswith(METRICS):
+            titles = (title for word, title in CHARTS.items() if word in column)
+            charts.setdefault(next(titles, "figures"), []).append(column)
+    return charts
+
+
 def plot_results(results_csv: Path, path: Path) -> None:
     """Plot losses, metrics, learning rate, speed, times and memory over epochs, from ``results.csv``."""
     rows = read_rows(results_csv)
@@ -124,10 +139,10 @@ def plot_results(results_csv: Path, path: Path) -> None:
 
     epoch = column("epoch")
 
-    def lines(axes: Axes, title: str, series: Mapping[str, tuple[str, str]]) -> None:
+    def lines(axes: Axes, title: str, series: Mapping[str, str]) -> None:
         axes.set_title(title)
         shown = 0
-        for label, (name, hue) in series.items():
+        for (label, name), hue in zip(series.items(), cycle(HUES), strict=False):
             values = column(name)
             known = np.isfinite(values)
             if known.any():
@@ -137,37 +152,38 @@ def plot_results(results_csv: Path, path: Path) -> None:
         if shown > 1:
             axes.legend()
 
-    with drawing(path, 17.5, 6.5) as figure:
-        grid = figure.subplots(2, 5)
-        kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
-        for axes, kind in zip(grid[0], kinds[:3], strict=False):
-            series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
-            lines(axes, f"{kind} loss", series)
-        precision = {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)}
-        average = {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)}
-        average["mask mAP50-95"] = "metrics/mask_mAP50-95", GREEN
-        seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
-        lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
-        for axes, title, series, least, room in (
-            (grid[1, 0], "precision and recall", precision, 0, 1.05),
-            (grid[1, 1], "average precision", average, 0, 1.05),
-            (grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)}, 1, 1.1),
-            (grid[0, 4], "seconds", seconds, 1, 1.1),
-            (grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)}, 1, 1.1),
-        ):
+    kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
+    # title of a chart, columns by label, least top of its axis (None: it need not begin at 0)
+    charts: list[tuple[str, dict[str, str], float | None]] = [
+        (f"{kind} loss", {"train": f"train/{kind}_loss", "val": f"val/{kind}_loss"}, None) for kind in kinds
+    ]
+    for title, columns in charts_of(rows[0]).items():
+        charts.append((title, {name.removeprefix(METRICS): name for name in columns}, 0))
+    charts += [
+        ("learning rate", {"lr": "lr"}, None),
+        ("images / s", {"images / s": "images_per_s"}, 1),
+        ("seconds", {"epoch": "seconds", "validation in it": "val_seconds"}, 1),
+    ]
+    if np.isfinite(column("device_memory_mib")).any():  # empty on a CPU
+        charts.append(("device memory, MiB", {"MiB": "device_memory_mib"}, 1))
+    with drawing(path, 17.5, 3.25 * -(-(len(charts) + 1) // 5)) as figure:
+        grid = figure.subplots(-(-(len(charts) + 1) // 5), 5, squeeze=False).flatten()
+        for axes, (title, series, least) in zip(grid, charts, strict=False):
             lines(axes, title, series)
-            top = max(np.nan_to_num(column(name)).max() for name, _ in series.values())
-            axes.set_ylim(0, room * max(top, least) or 1)
+            if least is not None:
+                top = max(np.nan_to_num(column(name)).max() for name in series.values())
+                axes.set_ylim(0, 1.1 * max(top, least) or 1)
         shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
         wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
-        grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
-        grid[1, 3].set_title("share of training time")
-        grid[1, 3].set_ylim(0, 1)
-        grid[1, 3].legend(loc="lower left", frameon=True, framealpha=0.8)
-        for axes in grid.flat:
+        last = grid[len(charts)]
+        last.stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
+        last.set_title("share of training time")
+        last.set_ylim(0, 1)
+        last.legend(loc="lower left", frameon=True, framealpha=0.8)
+        for place, axes in enumerate(grid):
             axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True)
-        grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
+            axes.set_visible(place <= len(charts))
 
 
 # -- data --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,18 +40,50 @@ MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
 
 
-MAP50, MAP = "mAP50", "mAP50-95"  # figures of boxes
-# column -> figure, for boxes
-BOX_COLUMNS = {
-    "metrics/precision": "P",
-    "metrics/recall": "R",
-    f"metrics/{MAP50}": MAP50,
-    f"metrics/{MAP}": MAP,
-}
-BOX_FITNESS = {MAP50: 0.1, MAP: 0.9}  # weights of figures in the fitness, as in YOLOv5
+METRICS = "metrics/"  # begins the columns of figures
+MAP50, MAP = "mAP50", "mAP50-95"
 
 
-def columns(losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> list[str]:
+@dataclass(frozen=True)
+class Judgement:
+    """The figures that a task judges predictions by. Files of a run have them, because a reader of a run has no task.
+
+    Attributes:
+        columns: the figure of each column of results.csv.
+        of_class: figures on the screen, and the names of the same figures of one class.
+        fitness_of: the weights of figures in the number that chooses the best weights.
+    """
+
+    columns: Mapping[str, str]
+    of_class: Mapping[str, str]
+    fitness_of: Mapping[str, float]
+
+    @property
+    def main(self) -> str:
+        """The figure that counts most."""
+        return max(self.fitness_of, key=lambda name: self.fitness_of[name])
+
+    def fitness(self, figures: Mapping[str, float | None]) -> float:
+        """Return the number that chooses the best weights; a figure without objects counts as 0."""
+        return sum(weight * max(figures.get(name) or 0.0, 0.0) for name, weight in self.fitness_of.items())
+
+    def stored(self) -> dict[str, Any]:
+        """Return it as ``task`` of a file, for ``history.judgement_of``."""
+        return {name: dict(values) for name, values in vars(self).items()}
+
+
+# What runs of older versions do not say. Fitness as in YOLOv5
+OF_BOXES = Judgement(
+    {
+        METRICS + name: figure
+        for name, figure in (("precision", "P"), ("recall", "R"), (MAP50, MAP50), (MAP, MAP))
+    },
+    {"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"},
+    {MAP50: 0.1, MAP: 0.9},
+)
+
+
+def columns(losses: Sequence[str], metrics: Iterable[str] = OF_BOXES.columns) -> list[str]:
     """Return the column names of the table; ``losses``: kinds of loss terms; ``metrics``: columns of the task."""
     return [
         "epoch",  # epochs done, from 1
@@ -68,19 +101,6 @@ def columns(losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> list
         "val_seconds",  # of the epoch's validation; empty without one
         "device_memory_mib",  # peak of the epoch, the largest of the ranks; empty on a CPU
     ]
-
-
-def fitness_of(map50: float, map50_95: float) -> float:
-    """Return the figure that chooses the best weights of boxes."""
-    return BOX_FITNESS[MAP50] * map50 + BOX_FITNESS[MAP] * map50_95
-
-
-def metrics_of(row: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the figures of a validation in a row, by their names in results.json; empty without a validation."""
-    found = {name: number(cell) for name, cell in row.items() if name.startswith("metrics/")}
-    if all(value is None for value in found.values()):
-        return {}
-    return {BOX_COLUMNS.get(name, name.removeprefix("metrics/")): value for name, value in found.items()}
 
 
 def read_rows(
@@ -133,7 +153,7 @@ class ResultsTable:
         losses: kinds of loss terms: box, obj, cls. metrics: columns of the task's figures.
     """
 
-    def __init__(self, path: Path, losses: Sequence[str], metrics: Iterable[str] = BOX_COLUMNS) -> None:
+    def __init__(self, path: Path, losses: Sequence[str], metrics: Iterable[str] = OF_BOXES.columns) -> None:
         self.path, self.columns = path, columns(losses, metrics)
         self.rows: list[dict[str, str]] = []  # as last written
 

@@ -59,7 +59,7 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
     assert records.objects.shape == (classes, A), f"{classes} names for {len(records.objects)} classes"
     precision = np.full((T, len(RECALL_POINTS), classes, A), -1.0)
     recall = np.full((T, classes, A, len(MOST_DETECTIONS)), -1.0)
-    borders = np.searchsorted(records.class_idx, np.arange(classes + 1))
+    borders = np.searchsorted(records.classes, np.arange(classes + 1))
     for c in np.flatnonzero(records.objects.any(axis=1)).tolist():
         rows = slice(borders[c], borders[c + 1])
         hit, miss = unpacked(records.hit[rows]), unpacked(records.miss[rows])  # [T, A, D]
@@ -73,7 +73,7 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
     figures = dict(zip(FIGURES, _twelve(precision, recall), strict=True))
     curves = _precision_recall_at_50(records)
     figures |= curves.means
-    place = {c: i for i, c in enumerate(curves.class_idx.tolist())}
+    place = {c: i for i, c in enumerate(curves.classes.tolist())}
     per_class: dict[str, dict[str, float]] = {}
     for c, name in enumerate(names):
         p, r = (curves.precision[place[c]], curves.recall[place[c]]) if c in place else (0.0, 0.0)
@@ -101,7 +101,7 @@ class PrecisionRecall:
     """Curves and operating point of the K classes that have labels.
 
     Attributes:
-        class_idx: int64 [K], ascending.
+        classes: int64 [K], ascending.
         grid: float64 [X], 0..1.
         precision_curves, recall_curves, f1_curves: float64 [K, X], at confidence ``grid`` and the first IoU
             threshold.
@@ -110,7 +110,7 @@ class PrecisionRecall:
         best: index into ``grid`` of the confidence with the best smoothed mean F1; 0 without labels.
     """
 
-    class_idx: NDArray[np.int64]
+    classes: NDArray[np.int64]
     grid: NDArray[np.float64]
     precision_curves: NDArray[np.float64]
     recall_curves: NDArray[np.float64]
@@ -242,5 +242,5 @@ def _precision_recall_at_50(records: MatchRecords) -> PrecisionRecall:
     hit = (records.hit[:, 0] & 1).astype(bool)
     counts = hit | (records.miss[:, 0] & 1).astype(bool)
     return precision_recall(
-        hit[counts, None], records.score[counts], records.class_idx[counts], records.objects[:, 0]
+        hit[counts, None], records.scores[counts], records.classes[counts], records.objects[:, 0]
     )

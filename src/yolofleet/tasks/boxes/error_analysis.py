@@ -61,7 +61,7 @@ def analyse_errors(
     by default that of the confusion matrix: most detections below it are noise, which AP50 hardly notices.
     """
     whole = _analysed(labels, detections, classes)
-    counted = _analysed(labels, detections.rows(detections.score > counted_above), classes)
+    counted = _analysed(labels, detections.rows(detections.scores > counted_above), classes)
     return replace(whole, counts=counted.counts, of_image=counted.of_image)
 
 
@@ -77,11 +77,11 @@ def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAna
     crowd = labels.rows(labels.crowd)
     labels = labels.rows(~labels.crowd)
     labels = labels.rows(np.argsort(labels.image, kind="stable"))
-    detections = detections.rows(np.lexsort((-detections.score, detections.image)))
+    detections = detections.rows(np.lexsort((-detections.scores, detections.image)))
     starts = np.searchsorted(detections.image, detections.image, side="left")
     detections = detections.rows(np.arange(len(starts)) - starts < MOST_DETECTIONS)
 
-    kind = np.full(len(detections.score), BACKGROUND)
+    kind = np.full(len(detections.scores), BACKGROUND)
     counts = np.ones(len(kind), bool)
     label_of = np.full(len(kind), -1)  # the label that a repaired detection would match
     found = np.zeros(len(labels.image), bool)
@@ -89,36 +89,36 @@ def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAna
         d = slice(*np.searchsorted(detections.image, [image, image + 1]).tolist())
         m = slice(*np.searchsorted(labels.image, [image, image + 1]).tolist())
         overlaps = _iou(detections.boxes_xywh_px[d], labels.boxes_xywh_px[m])
-        same = detections.class_idx[d, None] == labels.class_idx[None, m]
+        same = detections.classes[d, None] == labels.classes[None, m]
         kinds, matched, found[m] = _of_image(overlaps, same)
         kind[d], label_of[d] = kinds, np.where(matched >= 0, matched + m.start, -1)
         on = crowd.image == image
         inside = _iou(detections.boxes_xywh_px[d], crowd.boxes_xywh_px[on], of_detection=True)
-        inside *= detections.class_idx[d, None] == crowd.class_idx[None, on]
+        inside *= detections.classes[d, None] == crowd.classes[None, on]
         counts[d] = (kinds == HIT) | (inside.max(axis=1, initial=0) <= FOREGROUND_IOU)
 
     repairable = counts & np.isin(kind, (CLS, LOC)) & (label_of >= 0)
     repairable[repairable] &= ~found[label_of[repairable]]
     repairs = np.zeros(len(kind), bool)  # the detection of the highest score for each label
     order = np.flatnonzero(repairable)
-    order = order[np.lexsort((order, -detections.score[order], label_of[order]))]
+    order = order[np.lexsort((order, -detections.scores[order], label_of[order]))]
     if len(order):
         repairs[order[np.r_[True, np.diff(label_of[order]) != 0]]] = True
     missed = ~found
     missed[label_of[repairable]] = False
 
-    class_idx, hit = detections.class_idx, kind == HIT
-    objects = np.bincount(labels.class_idx, minlength=classes)
-    ap50 = _mean_ap(class_idx, detections.score, hit, counts, objects)
+    class_idx, hit = detections.classes, kind == HIT
+    objects = np.bincount(labels.classes, minlength=classes)
+    ap50 = _mean_ap(class_idx, detections.scores, hit, counts, objects)
     gains = {}
     for number, name in enumerate(KINDS[:-1]):
         of_kind = kind == number
         fixed = of_kind & repairs
-        new_class = np.where(fixed, labels.class_idx[label_of], class_idx) if len(labels.image) else class_idx
+        new_class = np.where(fixed, labels.classes[label_of], class_idx) if len(labels.image) else class_idx
         kept = counts & (~of_kind | fixed)
-        gains[name] = _mean_ap(new_class, detections.score, hit | fixed, kept, objects) - ap50
-    left = objects - np.bincount(labels.class_idx[missed], minlength=classes)
-    gains["missed"] = _mean_ap(class_idx, detections.score, hit, counts, left) - ap50
+        gains[name] = _mean_ap(new_class, detections.scores, hit | fixed, kept, objects) - ap50
+    left = objects - np.bincount(labels.classes[missed], minlength=classes)
+    gains["missed"] = _mean_ap(class_idx, detections.scores, hit, counts, left) - ap50
     number_of = {name: int((counts & (kind == k)).sum()) for k, name in enumerate(KINDS[:-1])}
     wrong = np.concatenate([detections.image[counts & ~hit], labels.image[missed]])
     images, errors = np.unique(wrong, return_counts=True)
@@ -201,8 +201,8 @@ def voc_ap(labels: Labels, detections: ScoredBoxes, names: Sequence[str], metric
     Args:
         metric: voc07: mean of the precision at 11 recalls; voc12: area under the precision-recall curve.
     """
-    labels = labels.rows(np.lexsort((labels.class_idx, labels.image)))
-    detections = detections.rows(np.lexsort((detections.image, -detections.score)))
+    labels = labels.rows(np.lexsort((labels.classes, labels.image)))
+    detections = detections.rows(np.lexsort((detections.image, -detections.scores)))
     ordinary = replace(labels, crowd=np.zeros_like(labels.crowd))
     d, m, iou = overlapping_pairs(ordinary, detections, VOC_IOU)
     order = np.lexsort((m, -iou, d))
@@ -212,14 +212,14 @@ def voc_ap(labels: Labels, detections: ScoredBoxes, names: Sequence[str], metric
     difficult = labels.crowd[m]
     first = np.zeros(len(d), bool)
     first[np.unique(m, return_index=True)[1]] = True
-    hit, counts = np.zeros(len(detections.score), bool), np.ones(len(detections.score), bool)
+    hit, counts = np.zeros(len(detections.scores), bool), np.ones(len(detections.scores), bool)
     hit[d[first & ~difficult]] = True
     counts[d[difficult]] = False
 
-    objects = np.bincount(labels.class_idx[~labels.crowd], minlength=len(names))
+    objects = np.bincount(labels.classes[~labels.crowd], minlength=len(names))
     result = {}
     for c in np.flatnonzero(objects).tolist():
-        hits = hit[counts & (detections.class_idx == c)]
+        hits = hit[counts & (detections.classes == c)]
         recall = np.cumsum(hits) / objects[c]
         precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
         result[names[c] if names[c] not in result else f"{names[c]} ({c})"] = _area(recall, precision, metric)

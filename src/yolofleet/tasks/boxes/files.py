@@ -36,9 +36,9 @@ def detections_as_coco_json(
         }
         for image, c, box, score in zip(
             detections.image.tolist(),
-            detections.class_idx.tolist(),
+            detections.classes.tolist(),
             detections.boxes_xywh_px.tolist(),
-            detections.score.tolist(),
+            detections.scores.tolist(),
             strict=True,
         )
     ]
@@ -57,8 +57,8 @@ def detections_as_yolo_txt(
     texts = {}
     for image in dict.fromkeys(detections.image.tolist()):
         mine = detections.image == image
-        score = detections.score[mine] if scores else None
-        texts[image] = yolo_text(detections.class_idx[mine], values[mine], score)
+        score = detections.scores[mine] if scores else None
+        texts[image] = yolo_text(detections.classes[mine], values[mine], score)
     return texts
 
 

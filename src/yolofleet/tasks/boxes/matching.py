@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.table import Table
+from yolofleet.tasks.task import Found
 
 # linspace, because arange(.5, 1, .05) differs in the last bits, which changes matches
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -50,14 +51,14 @@ class Labels(Table):
 
     Attributes:
         image: int64 [M] >= 0, the position of the image, which breaks ties of scores.
-        class_idx: int64 [M].
+        classes: int64 [M].
         boxes_xywh_px: float64 [M, 4], left, top, width, height in native pixels.
         area_px: float64 [M], the annotated area, which decides small, medium or large.
         crowd: bool [M]; a crowd does not count as an object, and matches any number of detections.
     """
 
     image: NDArray[np.int64]
-    class_idx: NDArray[np.int64]
+    classes: NDArray[np.int64]
     boxes_xywh_px: NDArray[np.float64]
     area_px: NDArray[np.float64]
     crowd: NDArray[np.bool_]
@@ -70,25 +71,14 @@ class Labels(Table):
 
 
 @dataclass(frozen=True)
-class ScoredBoxes(Table):
-    """Detections of some images; of equal scores in an image and class, the first row comes first.
+class ScoredBoxes(Found):
+    """Detections of some images, scores in float64; of equal scores in an image and class, the first row comes first.
 
     Attributes:
-        image: int64 [D], as in ``Labels``.
-        class_idx: int64 [D].
-        boxes_xywh_px: float64 [D, 4].
-        score: float64 [D].
+        boxes_xywh_px: float64 [D, 4], as in ``Labels``.
     """
 
-    image: NDArray[np.int64]
-    class_idx: NDArray[np.int64]
     boxes_xywh_px: NDArray[np.float64]
-    score: NDArray[np.float64]
-
-    @property
-    def scores(self) -> NDArray[np.float64]:
-        """[D], as tables of other tasks have them."""
-        return self.score
 
     @property
     def areas_px(self) -> NDArray[np.float64]:
@@ -113,12 +103,12 @@ def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[
     wh = unit[:, 2:] * size
     labels = Labels(
         image=image,
-        class_idx=np.asarray(index.classes[picked], np.int64),
+        classes=np.asarray(index.classes[picked], np.int64),
         boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
         area_px=np.asarray(index.area_px[picked], np.float64),
         crowd=np.asarray(index.crowd[picked], bool),
     )
-    return labels if classes is None else labels.rows(np.isin(labels.class_idx, classes))
+    return labels if classes is None else labels.rows(np.isin(labels.classes, classes))
 
 
 @dataclass(frozen=True)
@@ -126,8 +116,8 @@ class MatchRecords:
     """The result of matching, 31 bytes per detection, ordered by (class, score descending, image, rank).
 
     Attributes:
-        class_idx: int32 [D].
-        score: float64 [D].
+        classes: int32 [D].
+        scores: float64 [D].
         image: int64 [D].
         rank: uint8 [D], position by score within its image and class, 0..99.
         hit: uint8 [D, 5], little-endian 40-bit words: the detection matched an object that counts.
@@ -137,8 +127,8 @@ class MatchRecords:
         images_seen: int64 [1], number of matched images, with or without labels.
     """
 
-    class_idx: NDArray[np.int32]
-    score: NDArray[np.float64]
+    classes: NDArray[np.int32]
+    scores: NDArray[np.float64]
     image: NDArray[np.int64]
     rank: NDArray[np.uint8]
     hit: NDArray[np.uint8]
@@ -148,7 +138,7 @@ class MatchRecords:
     images_seen: NDArray[np.int64]
 
 
-_OF_DETECTIONS = ("class_idx", "score", "image", "rank", "hit", "miss")  # fields of D rows
+_OF_DETECTIONS = ("classes", "scores", "image", "rank", "hit", "miss")  # fields of D rows
 
 
 def match_detections(
@@ -162,12 +152,12 @@ def match_detections(
     threshold and area range.
 
     Args:
-        classes: C; ``class_idx`` is smaller.
+        classes: C; those of the tables are smaller.
         images_seen: number of images of the two tables, including those without rows.
     """
-    labels = labels.rows(np.lexsort((labels.class_idx, labels.image)))  # stable: file order stays
-    by_score = np.lexsort((-detections.score, detections.class_idx, detections.image))
-    rank = _rank_in_runs(detections.image[by_score], detections.class_idx[by_score])
+    labels = labels.rows(np.lexsort((labels.classes, labels.image)))  # stable: file order stays
+    by_score = np.lexsort((-detections.scores, detections.classes, detections.image))
+    rank = _rank_in_runs(detections.image[by_score], detections.classes[by_score])
     best = rank < MOST_DETECTIONS
     detections, rank = detections.rows(by_score[best]), rank[best]
 
@@ -187,12 +177,12 @@ def match_detections(
             ignored[d] |= won
 
     objects = np.zeros((classes, A), np.int64)
-    np.add.at(objects, labels.class_idx, ~label_elsewhere)
-    found_on = np.stack([labels.class_idx, labels.image])[:, ~labels.crowd]
+    np.add.at(objects, labels.classes, ~label_elsewhere)
+    found_on = np.stack([labels.classes, labels.image])[:, ~labels.crowd]
     return _in_order(
         MatchRecords(
-            class_idx=detections.class_idx.astype(np.int32),
-            score=detections.score,
+            classes=detections.classes.astype(np.int32),
+            scores=detections.scores,
             image=detections.image,
             rank=rank.astype(np.uint8),
             hit=_packed(matched & ~ignored),
@@ -250,12 +240,12 @@ def overlapping_pairs(
         labels: ordered by (image, class).
     """
     images = np.unique(labels.image)
-    classes = 1 + max(labels.class_idx.max(initial=0), detections.class_idx.max(initial=0))
-    label_key = np.searchsorted(images, labels.image) * classes + labels.class_idx
+    classes = 1 + max(labels.classes.max(initial=0), detections.classes.max(initial=0))
+    label_key = np.searchsorted(images, labels.image) * classes + labels.classes
     assert (np.diff(label_key) >= 0).all(), "labels are sorted"
     image = np.searchsorted(images, detections.image)
     known = np.append(images, -1)[image] == detections.image
-    key = np.where(known, image * classes + detections.class_idx, -1)
+    key = np.where(known, image * classes + detections.classes, -1)
     first = np.searchsorted(label_key, key, side="left")
     count = np.searchsorted(label_key, key, side="right") - first
     ends = np.cumsum(count)
@@ -323,19 +313,19 @@ def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> N
         int64 [C + 1, C + 1], rows predicted, columns true; the last of each is background.
     """
     labels = labels.rows(np.argsort(labels.image, kind="stable"))
-    detections = detections.rows(detections.score > CONFUSION_SCORE)
+    detections = detections.rows(detections.scores > CONFUSION_SCORE)
     d, m, iou = overlapping_pairs(
-        replace(labels, class_idx=np.zeros_like(labels.class_idx)),
-        replace(detections, class_idx=np.zeros_like(detections.class_idx)),
+        replace(labels, classes=np.zeros_like(labels.classes)),
+        replace(detections, classes=np.zeros_like(detections.classes)),
         np.nextafter(CONFUSION_IOU, 1),
     )
-    on_crowd = np.zeros(len(detections.score), bool)
+    on_crowd = np.zeros(len(detections.scores), bool)
     on_crowd[d[labels.crowd[m]]] = True
     order = np.lexsort((m, d, -iou))
     order = order[~labels.crowd[m[order]]]
     d, m = d[order], m[order]
 
-    partner = np.full(len(detections.score), -1)
+    partner = np.full(len(detections.scores), -1)
     found = labels.crowd.copy()
     while len(d):  # each round pairs all mutually best boxes; usually 2 or 3 rounds
         places = np.arange(len(d))
@@ -352,9 +342,9 @@ def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> N
     paired = partner >= 0
     alone = ~paired & ~on_crowd
     matrix = np.zeros((classes + 1, classes + 1), np.int64)
-    np.add.at(matrix, (detections.class_idx[paired], labels.class_idx[partner[paired]]), 1)
-    np.add.at(matrix[:, classes], detections.class_idx[alone], 1)
-    np.add.at(matrix[classes], labels.class_idx[~found], 1)
+    np.add.at(matrix, (detections.classes[paired], labels.classes[partner[paired]]), 1)
+    np.add.at(matrix[:, classes], detections.classes[alone], 1)
+    np.add.at(matrix[classes], labels.classes[~found], 1)
     return matrix
 
 
@@ -380,5 +370,5 @@ def unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _in_order(records: MatchRecords) -> MatchRecords:
-    order = np.lexsort((records.rank, records.image, -records.score, records.class_idx))
+    order = np.lexsort((records.rank, records.image, -records.scores, records.classes))
     return replace(records, **{name: getattr(records, name)[order] for name in _OF_DETECTIONS})

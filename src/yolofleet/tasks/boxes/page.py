@@ -97,7 +97,7 @@ def curves_of(curves: PrecisionRecall, names: Sequence[str]) -> dict[str, Any]:
 
     return {
         "x": np.round(curves.grid[at], 4).tolist(),
-        "classes": [names[c] for c in curves.class_idx[:MOST_CURVES].tolist()],
+        "classes": [names[c] for c in curves.classes[:MOST_CURVES].tolist()],
         "confidence": curves.confidence,
         "precision at recall": points(curves.precision_at_recall),
         "precision": points(curves.precision_curves),
@@ -142,16 +142,16 @@ def _images(
     for position in positions:
         least = LEAST_SCORE if position in pictures else SHOWN_SCORE
         size = np.asarray(index.sizes_wh[position], np.float64)
-        on, mine = labels.image == position, (found.image == position) & (found.score >= least)
+        on, mine = labels.image == position, (found.image == position) & (found.scores >= least)
         listed.append(
             {
                 "position": position,
                 "path": index.path(position),
                 "size_wh_px": size.astype(int).tolist(),
                 "jpeg": pictures.get(position, ""),
-                "labels": _boxes(labels.class_idx[on], labels.boxes_xywh_px[on], size),
+                "labels": _boxes(labels.classes[on], labels.boxes_xywh_px[on], size),
                 "detections": _boxes(
-                    found.class_idx[mine], found.boxes_xywh_px[mine], size, found.score[mine]
+                    found.classes[mine], found.boxes_xywh_px[mine], size, found.scores[mine]
                 ),
             }
         )

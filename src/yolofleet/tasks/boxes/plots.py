@@ -32,15 +32,15 @@ def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> 
     Args:
         names: of all C classes.
     """
-    if not len(curves.class_idx):
+    if not len(curves.classes):
         return
     ap50 = curves.ap[:, 0]
     _plot_curve(
         folder / "PR_curve.png",
         curves.grid,
         curves.precision_at_recall,
-        labels=[f"{names[c]}  {ap:.3f}" for c, ap in zip(curves.class_idx, ap50, strict=True)],
-        class_idx=curves.class_idx,
+        labels=[f"{names[c]}  {ap:.3f}" for c, ap in zip(curves.classes, ap50, strict=True)],
+        class_idx=curves.classes,
         mean_label=f"all classes  {ap50.mean():.3f} mAP50",
         axes_labels=("recall", "precision"),
     )
@@ -54,8 +54,8 @@ def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> 
             folder / f"{name}_curve.png",
             curves.grid,
             values,
-            labels=[names[c] for c in curves.class_idx],
-            class_idx=curves.class_idx,
+            labels=[names[c] for c in curves.classes],
+            class_idx=curves.classes,
             mean_label=f"all classes  {mean[curves.best]:.3f} at {curves.confidence:.3f}",
             axes_labels=("confidence", title),
             mark=curves.confidence,
@@ -165,10 +165,10 @@ def draw_worst(
     for place, image in enumerate(worst, 1):
         path = Path(index.path(image))
         pixels, labels = read_image(path), labels_of(index, np.array([image]))
-        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        rows = (found.image == image) & (found.scores >= SHOWN_SCORE)
         boxes = _corners(found.boxes_xywh_px[rows])
-        truth = draw_boxes(pixels, _corners(labels.boxes_xywh_px), labels.class_idx, index.names)
-        detected = draw_boxes(pixels, boxes, found.class_idx[rows], index.names, found.score[rows])
+        truth = draw_boxes(pixels, _corners(labels.boxes_xywh_px), labels.classes, index.names)
+        detected = draw_boxes(pixels, boxes, found.classes[rows], index.names, found.scores[rows])
         name = f"{place:0{len(str(len(worst)))}}_{path.stem[:100]}.jpg"
         _, encoded = cv2.imencode(".jpg", np.hstack([truth, detected]))
         write_bytes(folder / name, encoded.tobytes())
@@ -185,11 +185,11 @@ def _draw_examples(
         pixels, title = read_image(index.path(image)), Path(index.path(image)).name
         labels = labels_of(index, np.array([image]))
         true = painted(pixels, image, None)
-        truths.append(Picture(true, _corners(labels.boxes_xywh_px), labels.class_idx, None, title))
-        rows = (found.image == image) & (found.score >= SHOWN_SCORE)
+        truths.append(Picture(true, _corners(labels.boxes_xywh_px), labels.classes, None, title))
+        rows = (found.image == image) & (found.scores >= SHOWN_SCORE)
         boxes = _corners(found.boxes_xywh_px[rows])
         seen = painted(pixels, image, rows)
-        detections.append(Picture(seen, boxes, found.class_idx[rows], found.score[rows], title))
+        detections.append(Picture(seen, boxes, found.classes[rows], found.scores[rows], title))
     plot_pictures(truths, index.names, folder / "val_labels.jpg", most=SHOWN)
     plot_pictures(detections, index.names, folder / "val_predictions.jpg", most=SHOWN)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.nms import MAX_CANDIDATES, detections
-from yolofleet.runs.report.results import BOX_COLUMNS, BOX_FITNESS, MAP, MAP50
+from yolofleet.runs.report.results import MAP, OF_BOXES
 from yolofleet.tasks.boxes.coco import CocoMetrics, summarize
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.boxes.matching import (
@@ -39,10 +38,8 @@ class Boxes(Task):
 
     name = "boxes"
     decoded, outputs = Decoded, ("decoded",)
-    nothing = ScoredBoxes(_NONE, _NONE, np.zeros((0, 4)), np.zeros(0))
-    columns = MappingProxyType(BOX_COLUMNS)
-    of_class = MappingProxyType({"P": "P", "R": "R", MAP50: "AP50", MAP: "AP"})
-    fitness_of = MappingProxyType(BOX_FITNESS)
+    nothing = ScoredBoxes(_NONE, _NONE, np.zeros(0), np.zeros((0, 4)))
+    columns, of_class, fitness_of = OF_BOXES.columns, OF_BOXES.of_class, OF_BOXES.fitness_of
 
     def found(self, decoded: Decoded | list[Decoded], limits: Limits) -> tuple[list[FoundBoxes], int]:
         per_image, cut = detections(decoded, **asdict(limits))
@@ -65,9 +62,9 @@ class Boxes(Task):
             parts.append(
                 ScoredBoxes(
                     image=np.full(len(one), image),
-                    class_idx=one.classes * (not one_class),
+                    classes=one.classes * (not one_class),
+                    scores=one.scores.astype(np.float64),
                     boxes_xywh_px=np.concatenate([low, high - low], axis=1),
-                    score=one.scores.astype(np.float64),
                 )
             )
         return ScoredBoxes.joined(parts)

@@ -57,7 +57,7 @@ def draw_masks(metrics: Any, found: Any, index: DataIndex, folder: Path, note: C
     def with_masks(pixels: np.ndarray, image: int, rows: Any) -> np.ndarray:
         table = mask_labels_of(index, np.array([image])) if rows is None else found.rows(rows)
         masks = [rle.Mask(pixels.shape[:2], runs) for runs in table.masks()]
-        return painted(pixels, masks, table.class_idx)
+        return painted(pixels, masks, table.classes)
 
     draw_validation(metrics, found, index, folder, note, with_masks)
     of_masks = folder / "masks"

@@ -33,7 +33,7 @@ def masks_as_yolo_txt(found: ScoredMasks, index: DataIndex, *, scores: bool) -> 
         mine = found.rows(found.image == image)
         width, height = index.sizes_wh[image].tolist()
         values = yolo_values([rle.Mask((height, width), runs) for runs in mine.masks()])
-        if text := yolo_text(mine.class_idx, values, mine.score if scores else None):
+        if text := yolo_text(mine.classes, values, mine.scores if scores else None):
             texts[image] = text
     return texts
 

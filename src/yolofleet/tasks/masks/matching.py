@@ -85,7 +85,7 @@ class ScoredMasks(_Masks, ScoredBoxes):
     @property
     def boxes(self) -> ScoredBoxes:
         """The detections without masks."""
-        return ScoredBoxes(self.image, self.class_idx, self.boxes_xywh_px, self.score)
+        return ScoredBoxes(self.image, self.classes, self.scores, self.boxes_xywh_px)
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ def mask_labels_of(
         masks[row] = box_runs(labels.boxes_xywh_px[row], (int(sizes[row, 1]), int(sizes[row, 0])))
     found = MaskLabels(
         labels.image,
-        labels.class_idx,
+        labels.classes,
         labels.boxes_xywh_px,
         labels.area_px,
         labels.crowd | boxed,
         **_Masks.columns(masks, sizes[:, 1]),
     )
-    return found if classes is None else found.rows(np.isin(found.class_idx, classes))
+    return found if classes is None else found.rows(np.isin(found.classes, classes))
 
 
 def box_runs(box_xywh_px: NDArray[np.float64], size_hw: tuple[int, int]) -> NDArray[np.uint32]:

@@ -240,7 +240,11 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
         at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
         hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
     elif settings.batch < 0:
-        at_once, hint = f"--batch auto, --img {settings.img}", "--batch 0.8, or --batch 16"
+        share = settings.batch_memory
+        at_once = f"{share:.0%} of the memory (--batch auto, or a share), --img {settings.img}"
+        hint = (
+            f"--batch {share - 0.1:.2g}, or --batch 16" if share >= 0.2 else "--batch 16, or a smaller --img"
+        )
     else:
         micro_batch = settings.likely_micro_batch
         smaller = [d for d in divisors(settings.batch) if d < micro_batch]

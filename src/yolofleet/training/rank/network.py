@@ -362,16 +362,8 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
     """Compile the network for passes of ``images`` images. No collective.
 
     Raises:
-        ConfigError: the recipe changes the image size, or torch cannot compile the network here.
+        ConfigError: torch cannot compile the network here.
     """
-    if network.sizes != (1, 1):
-        source = network.recipe.sources["size_high" if network.sizes[1] != 1 else "size_low"]
-        raise ConfigError(
-            "--passes compiled and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
-            "compiled".format(*network.sizes),
-            source=source,
-            hint="--set size_low=1 --set size_high=1, or leave out --passes",
-        )
     keep_compiled()
     try:
         with world.activity.doing("compiling"):

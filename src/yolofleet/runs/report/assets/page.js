@@ -338,15 +338,26 @@
 
   // -- parts of a run ----------------------------------------------------------------------------------------
 
+  const METRIC = /^metrics\//;
   const RATIO = (_, min, max) => [0, Math.max(max * 1.05, 0.01)];
   const GROUPS = [
-    ["average precision", ["metrics/mAP50", "metrics/mAP50-95"], RATIO], ["precision and recall", ["metrics/precision", "metrics/recall"], RATIO],
-    ["average precision of masks", ["metrics/mask_mAP50", "metrics/mask_mAP50-95"], RATIO], ["precision and recall of masks", ["metrics/mask_precision", "metrics/mask_recall"], RATIO],
     ["learning rate", ["lr"], RATIO], ["images per second", ["images_per_s"], RATIO], ["seconds of an epoch", ["seconds", "val_seconds"], RATIO],
     ["share of the training time", ["data_share", "compute_share", "comm_share"], () => [0, 1]], ["device memory, MiB", ["device_memory_mib"], RATIO],
   ];
   const LABELS = { seconds: "epoch", val_seconds: "validation in it", images_per_s: "images/s", device_memory_mib: "MiB", comm_share: "exchange" };
   const shortened = (name) => LABELS[name] || name.replace(/^.*\//, "").replace(/_share$/, "");
+
+  const metricsOf = (curves) => Object.keys(curves).filter((name) => METRIC.test(name));
+
+  // The columns of the task's figures by the title of their chart, as charts_of in plots.py has them.
+  function metricGroups(curves) {
+    const groups = {};
+    for (const name of metricsOf(curves)) {
+      const title = name.includes("mAP") ? "average precision" : /precision|recall/.test(name) ? "precision and recall" : "figures";
+      (groups[title] ||= []).push(name);
+    }
+    return Object.entries(groups).map(([title, names]) => [title, names, RATIO]);
+  }
 
   const lossKinds = (curves) => Object.keys(curves).filter((name) => /^train\/.*_loss$/.test(name)).map((name) => name.slice(6, -5));
 
@@ -367,7 +378,7 @@
       made.push(charts.get(title));
     }
     for (const kind of lossKinds(curves)) show(`${kind} loss`, [`train/${kind}_loss`, `val/${kind}_loss`], (name) => name.split("/")[0]);
-    for (const [title, names, range] of GROUPS) show(title, names, shortened, { range });
+    for (const [title, names, range] of [...metricGroups(curves), ...GROUPS]) show(title, names, shortened, { range });
     for (const [title, one] of charts) if (!made.includes(one)) charts.delete(title);
     if (made.length !== grid.childElementCount || made.some((child, at) => child !== grid.children[at])) grid.replaceChildren(...made);
     return [hint, grid];
@@ -394,14 +405,13 @@
   function classes(run) {
     const figures = run.figures, both = figures.labels || {}, train = both.train, val = both.val || both.test, names = figures.names || Object.keys(figures.per_class || {});
     if (!names.length) return [];
-    const of = figures.per_class || {}, most = train ? Math.max(...train.per_class, 1) : 0;
+    const of = figures.per_class || {}, ofClass = run.task.of_class, most = train ? Math.max(...train.per_class, 1) : 0;
     const columns = [["class"]], measured = Object.keys(of).length > 0;
     if (train) columns.push(["training labels", true], [""]);
     if (val) columns.push(["validation labels", true]);
-    const figureNames = ["P", "R", "AP50", "AP", "mask P", "mask R", "mask AP50", "mask AP"].filter((key) => names.some((name) => key in (of[name] || {})));
-    if (measured) columns.push(...figureNames.map((key) => [key.replace(/AP$/, "mAP50-95").replace(/AP50$/, "mAP50"), true]));
+    if (measured) columns.push(...Object.keys(ofClass).map((figure) => [figure, true]));
     const rows = names.map((name, at) => [name, ...(train ? [train.per_class[at], bar(train.per_class[at], most)] : []), ...(val ? [val.per_class[at]] : []),
-      ...(measured ? figureNames.map((key) => (of[name] || {}).labels === 0 ? NO_LABELS : figureOf((of[name] || {})[key])) : [])]);
+      ...(measured ? Object.values(ofClass).map((key) => (of[name] || {}).labels === 0 ? NO_LABELS : figureOf((of[name] || {})[key])) : [])]);
     return [table("Figures of each class", columns, rows)];
   }
 
@@ -492,10 +502,10 @@
   const lastOf = (values) => (values || []).filter(known).at(-1);
 
   function cardsOf(run) {
-    const { figures, results, curves, best } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {}), last = run.verb === "val" ? "" : "last ";
+    const { figures, results, curves, best, task } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {}), last = run.verb === "val" ? "" : "last ";
     const figure = (name, key) => [`${last}${name}`, known(metrics[key]) ? text(figureOf(metrics[key])) : null];
-    return cards([known(best.epoch) ? [`best mAP50-95 (epoch ${best.epoch})`, text(best["mAP50-95"])] : ["best epoch", results.best && text(results.best.epoch)],
-      figure("mAP50-95", "mAP50-95"), figure("mAP50", "mAP50"), figure("precision", "P"), figure("recall", "R"), ["epochs", curves.epoch && text(lastOf(curves.epoch))],
+    return cards([known(best.epoch) ? [`best ${task.main} (epoch ${best.epoch})`, text(best.main)] : ["best epoch", results.best && text(results.best.epoch)],
+      ...Object.entries(task.columns).reverse().map(([column, key]) => figure(column.replace(METRIC, ""), key)), ["epochs", curves.epoch && text(lastOf(curves.epoch))],
       ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]);
   }
 
@@ -506,7 +516,7 @@
 
   // Which weights the figures of the validation belong to.
   function weightsOf(run) {
-    const { epoch, "metrics/mAP50-95": accuracy = [] } = run.curves, at = accuracy.findLastIndex(known);
+    const { epoch } = run.curves, main = Object.keys(run.task.columns).find((column) => run.task.columns[column] === run.task.main), at = (run.curves[main] || []).findLastIndex(known);
     if (run.verb === "val" || at < 0) return "";
     if (!run.finished) return "These figures are from an earlier validation of this run, which may not be its last one.";
     const last = at === epoch.length - 1, best = run.best.epoch === epoch[at];
@@ -549,14 +559,14 @@
   function compared(runs) {
     const names = runs.map((run) => run.name), holder = el("div", { class: "grid" });
     const axes = [["epoch", (curves) => curves.epoch], ["images seen", (curves) => curves.images], ["hours", (curves) => { let sum = 0; return (curves.seconds || []).map((s) => (sum += s || 0) / 3600); }]];
-    const columns = ["metrics/mAP50-95", "metrics/mAP50", "metrics/precision", "metrics/recall", ...new Set(runs.flatMap((run) => lossKinds(run.curves).flatMap((kind) => [`train/${kind}_loss`, `val/${kind}_loss`]))), "lr", "images_per_s", "seconds"];
+    const columns = [...new Set(runs.flatMap((run) => metricsOf(run.curves).reverse())), ...new Set(runs.flatMap((run) => lossKinds(run.curves).flatMap((kind) => [`train/${kind}_loss`, `val/${kind}_loss`]))), "lr", "images_per_s", "seconds"];
     function draw(number) {
       const [xLabel, axis] = axes[number];
       holder.replaceChildren(...columns.map((column) => {
         const having = runs.map((run, at) => [run, at]).filter(([run]) => run.curves[column] && axis(run.curves) && axis(run.curves).length);
         if (!having.length) return null;
         const joined = uPlot.join(having.map(([run]) => [axis(run.curves), run.curves[column]]));
-        return chart(column.replace(/^metrics\//, "").replace(/_/g, " "), joined[0], having.map(([, at], place) => ({ label: names[at], values: joined[place + 1], colour: HUES[at % HUES.length] })), { xLabel, range: /loss/.test(column) ? undefined : RATIO });
+        return chart(column.replace(METRIC, "").replace(/_/g, " "), joined[0], having.map(([, at], place) => ({ label: names[at], values: joined[place + 1], colour: HUES[at % HUES.length] })), { xLabel, range: /loss/.test(column) ? undefined : RATIO });
       }).filter(Boolean));
       if (holder.isConnected) redrawAll();
     }
@@ -574,7 +584,7 @@
     ]);
     section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
     section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
-    section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, known(found.unlike) ? NaN : best(values)))])));
+    section("Classes", [], () => found.classes.length > 0 && table(`${found.main} of each class`, [[`${found.main} of class`], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, known(found.unlike) ? NaN : best(values)))])));
     section("Where the runs disagree", [], () => {
       const items = found.disagreements.map((image) => ({ name: fileName(image.path), title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
       const left = found.left_out.map((why) => el("p", { class: "soft" }, `Left out: ${why}.`));
@@ -594,7 +604,7 @@
   const percent = (row) => known(row.share) ? Math.min(Math.max(100 * row.share, 0), 100) : 0;
   const rateOf = (row) => known(row.rate_img_s) ? `${text(row.rate_img_s, 1)} img/s` : "";
   const epochOf = (row) => !known(row.epoch) ? "" : known(row.epochs) ? `${row.epoch} / ${row.epochs}` : String(row.epoch);
-  const bestOf = (row) => known(row.best) ? `${row.best === -1 ? NO_LABELS : row.best.toFixed(3)}${known(row.best_epoch) ? ` (epoch ${row.best_epoch})` : ""}` : "";
+  const bestOf = (row) => known(row.best) ? `${row.figure} ${row.best === -1 ? NO_LABELS : row.best.toFixed(3)}${known(row.best_epoch) ? ` (epoch ${row.best_epoch})` : ""}` : "";
   function endOf(row) {
     if (!known(row.ends_at_s)) return "";
     const at = new Date(1000 * row.ends_at_s), left = Math.max(row.ends_at_s - Date.now() / 1000, 0);
@@ -633,7 +643,7 @@
   }
 
   function showBoard() {
-    const COLUMNS = [["run"], ["state"], ["progress"], ["rate", true], ["expected end"], ["best mAP50-95", true], ["last line"]];
+    const COLUMNS = [["run"], ["state"], ["progress"], ["rate", true], ["expected end"], ["best"], ["last line"]];
     const counts = el("p", { class: "soft", role: "status" }), body = el("tbody"), lines = new Map();
     const empty = el("p", { hidden: true }, "No runs yet. They appear here when they start.");
     document.getElementById("top").append(el("h1", {}, "Runs"), counts);
@@ -734,7 +744,7 @@
       }
       showState(state, row);
       bar.show(row);
-      set(facts, [epochOf(row) && `epoch ${epochOf(row)}`, rateOf(row), endOf(row) && `expected end ${endOf(row)}`, known(row.best) && `best mAP50-95 ${bestOf(row)}`, known(row.saved_step) && `saved at step ${text(row.saved_step)}`].filter(Boolean).join(" · "));
+      set(facts, [epochOf(row) && `epoch ${epochOf(row)}`, rateOf(row), endOf(row) && `expected end ${endOf(row)}`, known(row.best) && `best ${bestOf(row)}`, known(row.saved_step) && `saved at step ${text(row.saved_step)}`].filter(Boolean).join(" · "));
       set(sign, row.state === "running" && row.asked.length ? `${row.sign}; asked to ${row.asked.join(" and ")}, not taken yet` : row.sign);
       set(last, row.line);
       document.title = `${row.state === "running" ? `${Math.floor(percent(row))} % ` : `${row.state}: `}${name}`;
