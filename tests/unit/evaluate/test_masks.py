@@ -121,7 +121,7 @@ def test_masks_of_400_objects_on_an_image_of_1280_px_take_little_memory():
 def test_rows_of_a_table_keep_their_masks():
     _, table = random_masks(3, images=4, classes=2, most_labels=3, most_found=9)
     masks = table.masks()
-    for chosen in (np.arange(len(table))[::-2], table.score > 0.5, slice(1, 3), np.zeros(0, int)):
+    for chosen in (np.arange(len(table))[::-2], table.scores > 0.5, slice(1, 3), np.zeros(0, int)):
         part = table.rows(chosen)
         rows = np.arange(len(table))[chosen]
         assert part.pixels.tolist() == table.pixels[rows].tolist()
