@@ -259,8 +259,15 @@ NO_SIZE = dict.fromkeys(OF_ROWS, "labels are fractions")
 YOLO_ONLY = dict.fromkeys(OF_PIXELS, "rows of numbers are YOLO's")
 COCO_ONLY = dict.fromkeys(("yolo", "list", "voc", "labelme"), "the format has no such field")
 LABELME_ONLY = dict.fromkeys(("yolo", "list", "coco", "voc"), "shapes are labelme's")
-# of data check alone
-AUDIT = {"image-undecodable", "image-damaged", "image-dark", "image-in-two-splits", "image-copy"}
+# of data check alone, and of an index with masks (test_mask_labels.py)
+AUDIT = {
+    "image-undecodable",
+    "image-damaged",
+    "image-dark",
+    "image-in-two-splits",
+    "image-copy",
+    "mask-unreadable",
+}
 
 
 def numbers_of_another_meaning(made: Format) -> None:
@@ -291,6 +298,9 @@ POSE = "0 0.5 0.5 0.2 0.1 0.45 0.5 2 0.55 0.5 1 0.5 0.48 0\\n"
 # of a rotated box, the only polygon
 CORNERS = text_in({Yolo: ("0 [^\\n]*\\n", "0 0.4 0.5 0.5 0.4 0.6 0.5 0.5 0.6\\n")})
 PART = '{"label": "cat", "group_id": 1, "shape_type": "polygon", "points": [[1, 1], [9, 1], [9, 9]]}'
+PAINTED = (
+    f'"attributes": {{"occluded": false}}, "segmentation": {{"size": [48, 64], "counts": [0, {48 * 64}]}}'
+)
 BOXED, MAYBE = {"corners-boxed": 1}, {"polygons-or-poses": 1}
 ROWS: dict[str, Row] = {
     "image-missing": Row(
@@ -385,6 +395,11 @@ ROWS: dict[str, Row] = {
     ),
     "area-unreadable": Row(
         damage=text_in({Coco: ('"id": 2, "image_id"', '"id": 2, "area": "?", "image_id"')}), but_not=COCO_ONLY
+    ),
+    "crowd-of-cvat": Row(
+        damage=text_in({Coco: ('"iscrowd": 0', f'"iscrowd": 1, {PAINTED}')}),
+        but_not=COCO_ONLY,
+        totals={"labels": 11, "crowd regions": 1},
     ),
     "shape-without-box": Row(
         damage=text_in(

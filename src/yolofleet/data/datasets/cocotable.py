@@ -202,6 +202,11 @@ class TableBuilder:
             across, down = around_rotated(width, height, math.radians(turn))
             numbers = [x + (width - across) / 2, y + (height - down) / 2, across, down]
             self._problem("box-derived", "rotation", f"{where}the box around its rotated rectangle is taken")
+        if flags["iscrowd"] and isinstance(outline, dict) and isinstance(given, dict) and "occluded" in given:
+            what = f"{where}a crowd region, neither learned nor counted; but CVAT writes iscrowd 1 for every painted mask"
+            self._problem(
+                "crowd-of-cvat", "iscrowd", f"{what}. If each is one object, set it to 0 in the file"
+            )
         area = number_of(entry.get("area"))
         if math.isnan(area) and entry.get("area") not in (None, ""):
             what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"

@@ -74,6 +74,7 @@ KINDS = {
     "id-twice": Kind(ASSUMED),  # all entries are used; pycocotools or the results may differ
     "area-unreadable": Kind(ASSUMED),  # width x height is taken
     "mask-unreadable": Kind("used as a box"),
+    "crowd-of-cvat": Kind(ASSUMED),  # a crowd region, although it may be one object that was painted
     "labels-without-image": Kind("not used"),
     "shape-without-box": Kind("not used"),
     "label-joined": Kind("part of another label"),
