@@ -21,6 +21,7 @@ import click
 import pytest
 import yaml
 from commands import called, ran, working_in
+from mask_data import small_masks
 from pages import BLOCKS, README, ROOT, Block
 from pydantic import BaseModel
 from reference import reference
@@ -102,6 +103,19 @@ def after_the_tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def put_export_with_masks(folder: Path) -> None:
+    """Write the folder ``cells-export`` as CVAT does: one COCO file of polygons."""
+    data, export = small_masks(folder), folder / "cells-export"
+    with working_in(folder):
+        done = called(
+            "data", "convert", str(data), "--to", "coco", "--splits", "train", "--out", "cells-export"
+        )
+    assert done.code == 0, done.err
+    (export / "annotations/instances_train.json").rename(export / "annotations/instances_default.json")
+    (export / "images/train").rename(export / "images/default")
+    (export / "data.yaml").unlink()
+
+
 def place_of(page: Path, tmp_path: Path, after_the_tutorial: Path) -> Path:
     """Return a folder in which a page's blocks run; a page that makes a data set itself starts without one."""
     folder = tmp_path / f"as {page.stem} says"
@@ -109,6 +123,8 @@ def place_of(page: Path, tmp_path: Path, after_the_tutorial: Path) -> Path:
     if any("data make shapes" in text or "make env" in text for text in own):
         return checkout(folder)
     shutil.copytree(after_the_tutorial, folder, symlinks=True)
+    if page.name == "masks.md":
+        put_export_with_masks(folder)
     for description in folder.glob("coco*.yaml"):
         text = description.read_text(encoding="utf-8")
         description.write_text(text.replace(str(after_the_tutorial), str(folder)), encoding="utf-8")

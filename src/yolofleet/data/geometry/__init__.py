@@ -1,1 +1,1 @@
-"""Boxes and labels: formats, overlap, suppression, letterbox, tiles."""
+"""Boxes, masks and labels: formats, overlap, suppression, letterbox, tiles."""
