@@ -147,7 +147,7 @@ def test_a_label_without_a_mask_is_neither_found_nor_missed():
     assert metrics.per_class["a"]["mask labels"] == 1 and metrics.per_class["a"]["labels"] == 2
     alone = MASKS.metrics([MASKS.judged(index, np.array([0]), found.rows([1]), None)], ["a"])
     assert (alone.figures["mask mAP50"], alone.figures["mask P"]) == (0, 0)
-    assert MASKS.fitness(metrics.figures) == pytest.approx(2)
+    assert MASKS.judgement.fitness(metrics.figures) == pytest.approx(2)
     assert {*MASKS.columns.values(), *MASKS.of_class, *MASKS.fitness_of} <= set(metrics.figures)
     assert set(MASKS.of_class.values()) <= set(metrics.per_class["a"])
     assert [title for title, *_ in MASKS.tables(metrics)] == ["by size", "masks by size"]
