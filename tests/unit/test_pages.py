@@ -18,6 +18,7 @@ from yolofleet.cli.app import APP
 from yolofleet.fleet.doctor.findings import kinds
 from yolofleet.fleet.doctor.log_rules import RULES
 from yolofleet.runs.report.results import columns
+from yolofleet.tasks.masks.task import MASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +121,7 @@ def test_the_page_of_the_run_folder_names_every_file_column_key_and_event() -> N
         for name in cells(page, "Columns of the table of epochs")
         for kind in ("box", "obj")
     }
-    assert here == set(columns(["box", "obj"]))
+    assert here == {*columns(["box", "obj"]), *MASKS.columns}
     results = recorded.split("\nresults.json\n")[1].split("\nweights/")[0]
     assert cells(page, "Keys of the final figures") == {
         key.strip().split(".")[0] for key in results.splitlines()
