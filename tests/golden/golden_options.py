@@ -29,7 +29,13 @@ from yolofleet.fleet.launch.schedulers.table import SCHEDULERS, load
 from yolofleet.support.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
+SCRIPTS = (
+    "train.py",
+    "val.py",
+    "detect.py",
+    "export.py",
+    *(f"segment/{verb}.py" for verb in ("train", "val", "predict")),
+)
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 # values for spellings that do not accept "7"; an empty text is a flag without a value
 SAMPLES = {

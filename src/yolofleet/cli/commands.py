@@ -143,12 +143,12 @@ class Verbs(click.Group):
         hint = instead_of("verb", args[0]) or hint
         wanted = self.get_command(ctx, args[1]) if args[0] in TASKS and len(args) > 1 else None
         if isinstance(wanted, Command):
-            # without the ending of Ultralytics' models of other tasks, as in yolo11n-seg.pt
-            words = [re.sub(r"-(seg|cls|pose|obb)(?=\.|$)", "", word) for word in args[2:]]
+            # without the ending of Ultralytics' models of other tasks, as in yolo11n-pose.pt
+            words = [re.sub(r"-(cls|pose|obb)(?=\.|$)", "", word) for word in args[2:]]
             argv = in_our_words(args[1], words, wanted.flags(ctx))
             hint = shlex.join(["yolofleet", args[1], *argv])
-            if args[0] != "detect":
-                hint = f"yolofleet only detects boxes: {hint}"
+            if args[0] not in ("detect", "segment"):
+                hint = f"yolofleet only finds boxes and masks: {hint}"
             if other := next((found for word in argv if (found := instead_of("model", word))), None):
                 hint += f"; {other}"
         raise ConfigError(

@@ -127,6 +127,7 @@ EVOLVE = Spelling(
     lambda given: [f"--evolve={(given or ['300'])[0]}"],
     note="is now yolofleet tune, with as many --trials",
 )
+OVERLAP = "has no effect: every object has a mask of its own, so masks may overlap"
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = ("--img", "--imgsz", "--img-size")
 DEVICE = same("--device")
@@ -224,6 +225,11 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--bbox-interval": refused(
             "pictures are not sent to Weights & Biases", "--log wandb for figures", "one"
         ),
+        "--mask-ratio": Spelling(
+            note="has no effect: masks are learned at a quarter of the image, a ratio of 4"
+        ),
+        "--overlap-mask": Spelling("maybe", note=OVERLAP),
+        "--no-overlap": Spelling("none", note=OVERLAP),
     },
     "val": {
         **MACHINES,
@@ -242,6 +248,9 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--nosave": switch("--save=none"),
         "--line-thickness": renamed("--line-width"),
         "--data": Spelling(note="has no effect: the weights file contains the class names"),
+        "--retina-masks": Spelling(
+            "maybe", note="has no effect: masks always have the size of the image, and edges as fine"
+        ),
         "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
     },
 }

@@ -462,7 +462,13 @@ def test_weights_are_inspected_without_executing_them(cli, tmp_path):
 # -- the scripts in the root folder
 
 
-@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py", "export.py"])
+SCRIPTS = {
+    **{"train.py": "train", "val.py": "val", "detect.py": "predict", "export.py": "export"},
+    **{f"segment/{verb}.py": verb for verb in ("train", "val", "predict")},
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, tmp_path):
     if is_installed:
@@ -476,8 +482,7 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
         argv = [sys.executable, "-S", "-c", code]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env)
-    verb = {"train.py": "train", "val.py": "val", "detect.py": "predict", "export.py": "export"}[script]
-    assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {verb}"), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {SCRIPTS[script]}"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,13 @@ def test_no_model_of_ours_is_taken_for_another_family() -> None:
     assert "dfine-n" in names and not [name for name in names if instead_of("model", name)]
 
 
-def test_commands_of_other_tasks_say_that_there_are_only_boxes() -> None:
-    found = text_of(called("segment", "train", "data=x.yaml", "model=yolov5n-seg"))
-    assert "only detects boxes: yolofleet train --data x.yaml --model yolov5n\n" in found
+def test_commands_of_other_tasks_say_that_there_are_only_boxes_and_masks() -> None:
+    found = text_of(called("pose", "train", "data=x.yaml", "model=yolov5n-pose"))
+    assert "only finds boxes and masks: yolofleet train --data x.yaml --model yolov5n\n" in found
+    found = text_of(called("segment", "train", "data=x.yaml", "model=yolov5n-seg", "mask_ratio=4"))
+    assert "  try  : yolofleet train --data x.yaml --model yolov5n-seg --mask-ratio 4\n" in found
+    found = text_of(called("segment", "val", "model=yolo11n-seg.pt", "data=x.yaml"))
+    assert "yolofleet val --weights yolo11n-seg.pt --data x.yaml" in found and "other families" in found
     found = text_of(called("detect", "train", "data=x.yaml", "model=yolov8n.pt", "imgsz=64"))
     assert "yolofleet train --data x.yaml --weights yolov8n.pt" in found and "--model yolov5n" in found
     assert "no tracking" in text_of(called("track", "source=x"))

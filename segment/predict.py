@@ -1,0 +1,11 @@
+"""`python segment/predict.py ...` is `yolofleet predict ...`, with results in runs/predict-seg."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before this folder, which has a train.py, too
+
+from train import main
+
+if __name__ == "__main__":
+    sys.exit(main(["predict", "--project", "runs/predict-seg", *sys.argv[1:]]))
