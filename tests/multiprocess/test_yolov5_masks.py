@@ -1,0 +1,83 @@
+"""YOLOv5 with masks: equal bits on every fleet, with images, micro-batches and ranks without any object, and after a kill."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from commands import called, in_ranks, killed_at_step, results, working_in
+from mask_data import small_masks
+
+from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+
+IMAGES, LABELLED = 24, 4
+DATA = ["--data", "small shapes/data.yaml", "--img", "64", "--workers", "0", "--no-plots"]
+RUN = [
+    *("train", *DATA, "--model", "yolov5n-seg", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "1"),
+    *("--threads", "1", "--epochs", "2", "--reduce", "exact", "--save-every", "1steps", "--keep-last", "9"),
+    *("--set", "copy_paste=0.5", "--set", "mosaic=0.5", "--set", "warmup_epochs=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set with mostly background, and an object that has a box and no mask."""
+    made = tmp_path_factory.mktemp("small masks")
+    data = small_masks(made, images=IMAGES, val_images=4)
+    labels = sorted((data.parent / "labels" / "train").iterdir())
+    for number, file in enumerate(labels):
+        if number % (IMAGES // LABELLED):
+            file.write_text("")
+    labels[0].write_text(labels[0].read_text() + "1 0.5 0.5 0.4 0.3\n")
+    return made
+
+
+def trained(folder: Path, name: str, ranks: int, *more: str) -> str:
+    in_ranks(folder, ranks, *RUN, "--name", name, *more)
+    found: str = results(folder / "runs" / "train" / name)["weights_sha256"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> str:
+    return trained(folder, "one", 1)
+
+
+def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(folder: Path, one: str) -> None:
+    assert trained(folder, "two", 2) == one
+    assert trained(folder, "three", 3) == one
+    assert trained(folder, "uneven", 2, "--shares", "7,1") == one
+    rows = [line.split(",") for line in (folder / "runs/train/one/results.csv").read_text().splitlines()]
+    assert all(float(row[rows[0].index("train/mask_loss")]) > 0 for row in rows[1:])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
+    folder: Path, one: str
+) -> None:
+    run = folder / "runs" / "train" / "killed"
+    killed_at_step(folder, 2, run, *RUN, "--name", run.name, ranks=2)
+    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
+        state.unlink()
+    (run / "results.json").unlink(missing_ok=True)
+    in_ranks(folder, 1, "train", "--resume", run)
+    assert results(run)["weights_sha256"] == one
+
+
+def test_weights_of_a_network_for_boxes_are_a_start_whose_head_is_new(folder: Path) -> None:
+    model = build_model(
+        describe("yolov5n"), 36, seed=3
+    )  # its head has the rows of one for 4 classes and masks
+    write_weights(folder / "boxes.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    start = ["--weights", "boxes.safetensors", "--freeze", "backbone", "--epochs", "1", "--max-steps", "2"]
+    with working_in(folder):
+        done = called(*RUN, *start, "--device", "cpu", "--name", "started")
+    assert done.code == 0, done.err
+    said = done.out + done.err
+    assert (
+        said.count("freshly initialised: model.24.m.0.weight (those in the file find boxes, and these masks)")
+        == 1
+    )
