@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from yolofleet.data.geometry.boxes import BoxCoding, SquaredSigmoid, ciou_pairs_cxcywh
 from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.families.family import load
 from yolofleet.families.losses.loss import Key
 from yolofleet.families.networks.detector import AnchorDetector, Detector
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
@@ -255,15 +256,15 @@ class _Pick(torch.autograd.Function):
 _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
 
 
-def anchor_loss(
-    model: Detector, recipe: Yolov5Hyperparameters, img: int, kind: type[Yolov5Loss] = Yolov5Loss
-) -> Yolov5Loss:
+def anchor_loss(model: Detector, recipe: Yolov5Hyperparameters, img: int) -> Yolov5Loss:
     """Return the loss of a network with anchors; ``img``: training size, pixels. Raise ConfigError if a user's has none."""
     if not isinstance(model, AnchorDetector):
         raise ConfigError(
             f"{model.description.name} has a network without anchors, and no method loss",
             hint="add the method loss, or make the network a subclass of AnchorDetector",
         )
+    # most runs have no masks, so they need not load that module
+    kind: type[Yolov5Loss] = load("yolov5.mask_loss:MaskLoss") if model.task == "masks" else Yolov5Loss
     return kind(
         anchors_px=model.anchors_px,
         strides=model.strides,

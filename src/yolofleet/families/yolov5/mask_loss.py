@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.families.losses.loss import Key
-from yolofleet.families.networks.detector import Detector
-from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
-from yolofleet.families.yolov5.loss import Targets, Yolov5Loss, anchor_loss
+from yolofleet.families.yolov5.loss import Targets, Yolov5Loss
 from yolofleet.families.yolov5.rows import PROTOTYPE_STRIDE
 from yolofleet.support.devices import is_host, to_device
 
@@ -231,8 +229,3 @@ class _MaskSums(torch.autograd.Function):
 
 
 _mask_sums: Callable[[Tensor, Tensor, _Blocks], Tensor] = _MaskSums.apply
-
-
-def row_loss(model: Detector, recipe: Yolov5Hyperparameters, img: int) -> Yolov5Loss:
-    """Return the loss of a network for boxes, or with the term of masks if the network finds them."""
-    return anchor_loss(model, recipe, img, MaskLoss if model.task == "masks" else Yolov5Loss)
