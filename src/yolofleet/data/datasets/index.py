@@ -158,8 +158,15 @@ class DataIndex:
         If masks were read, the direction of a polygon says whether it is a part or a hole; see ``MaskShapes``.
         """
         start, stop = self.offsets[image : image + 2].tolist()
-        rows = (start + np.flatnonzero(~self.crowd[start:stop])).tolist()
-        return [self.outline(row) for row in rows]
+        crowd = self.crowd[start:stop].tolist()
+        if not len(self.points):
+            return [[] for is_crowd in crowd if not is_crowd]
+        borders = self.polygon_offsets[start : stop + 1].tolist()
+        ends = self.point_offsets[borders[0] : borders[-1] + 1]
+        points = self.points[ends[0] : ends[-1]].astype(np.float32) / OUTLINE_UNIT
+        polygons = [points[a:b] for a, b in itertools.pairwise((ends - ends[0]).tolist())]
+        numbers = itertools.pairwise(border - borders[0] for border in borders)
+        return [polygons[a:b] for (a, b), is_crowd in zip(numbers, crowd, strict=True) if not is_crowd]
 
     def outline(self, row: int) -> list[np.ndarray]:
         """Return the polygons of one of the M labels, each float32 [k, 2] as fractions of the image."""

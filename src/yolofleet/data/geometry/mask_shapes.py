@@ -89,9 +89,11 @@ class MaskShapes(Shapes):
         is_new = is_cut if view.is_crop else moved.has_mask
         if not is_new.any():
             return replace(moved, rings=rings.lists(len(moved)))
-        whole, rings = rings, rings.clipped(low, high)
-        corners = _box_of_rest(whole, rings, low, high, len(moved))
-        rings = rings.without_slivers(is_cut)
+        of_new = is_new[rings.label]
+        whole, others = rings.of_points(of_new), rings.of_points(~of_new)
+        rest = whole.clipped(low, high)
+        corners = _box_of_rest(whole, rest, low, high, len(moved))
+        rings = rest.without_slivers(is_cut).beside(others)
         boxes = moved.boxes.astype(np.float64)
         middle, half = boxes[:, :2], boxes[:, 2:] / 2
         corners = np.stack([np.maximum(corners[0], middle - half), np.minimum(corners[1], middle + half)])
@@ -244,8 +246,20 @@ class _Rings(NamedTuple):
 
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
         """Return where the first and the last point of each ring are."""
-        last = np.flatnonzero(np.append(self.ring[1:] != self.ring[:-1], len(self.ring) > 0))
-        return np.append(0, last + 1)[:-1], last
+        borders = np.flatnonzero(self.ring[1:] != self.ring[:-1])
+        count = [len(self.ring) - 1] if len(self.ring) else []
+        last = np.concatenate([borders, np.array(count, np.int64)])
+        return last - np.diff(last, prepend=-1) + 1, last
+
+    def of_points(self, chosen: np.ndarray) -> _Rings:
+        """Return the rings without the points that ``chosen`` does not mark, bool [P]."""
+        return self._replace(points=self.points[chosen], ring=self.ring[chosen])
+
+    def beside(self, others: _Rings) -> _Rings:
+        """Return these rings and other ones of the same labels."""
+        ring = np.concatenate([self.ring, others.ring])
+        order = np.argsort(ring, kind="stable")
+        return self._replace(points=np.concatenate([self.points, others.points])[order], ring=ring[order])
 
     def following(self) -> np.ndarray:
         """Return where the next point of the ring of each point is: int64 [P]."""
@@ -286,8 +300,7 @@ class _Rings(NamedTuple):
         x, y = self.points.T
         following = self.following()
         areas = np.bincount(self.ring, x * y[following] - x[following] * y, len(self.owners)) / 2
-        keep = (~of[self.owners] | (np.abs(areas) > SMALLEST_AREA))[self.ring]
-        return self._replace(points=self.points[keep], ring=self.ring[keep])
+        return self.of_points((~of[self.owners] | (np.abs(areas) > SMALLEST_AREA))[self.ring])
 
     def coverage(self, size_hw: tuple[int, int], labels: int) -> list[_Cells]:
         """Return the part of a raster of the whole image around each mask.
@@ -367,7 +380,8 @@ def _box_of_rest(whole: _Rings, rest: _Rings, low: np.ndarray, high: np.ndarray,
     """
     lows, highs = np.full((labels, 2), np.inf), np.full((labels, 2), -np.inf)
     start, following = rest.points, rest.following()
-    is_border = ((start == start[following]) & ((start == low) | (start == high))).any(axis=1)
+    at_side = (start == low) | (start == high)
+    is_border = ((start == start[following]) & at_side).any(axis=1)
     is_end = ~is_border
     is_end[following[~is_border]] = True
     points, label = start[is_end], rest.label[is_end]
@@ -376,6 +390,8 @@ def _box_of_rest(whole: _Rings, rest: _Rings, low: np.ndarray, high: np.ndarray,
         lows[label[starts]] = np.minimum.reduceat(points, starts)
         highs[label[starts]] = np.maximum.reduceat(points, starts)
 
+    if not at_side.all(axis=1).any():  # no ring goes through a corner
+        return np.stack([lows, highs])
     x, y = whole.points.T
     next_x, next_y = whole.points[whole.following()].T
     for corner in itertools.product((0, 1), (0, 1)):
