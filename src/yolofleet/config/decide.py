@@ -2,6 +2,9 @@
 
 A pure function decides it from the settings of the user, the family and the weights of the network, and the number of training
 images. Nothing changes the result but a measurement of memory (``--batch auto``), which checks its own.
+
+A batch that the user typed changes here alone, and only if the training set has fewer images (``with_at_most``), which a note
+says. A recipe changes the default batch (``with_references``).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from yolofleet.support.errors import ConfigError
 
 Workload = TypeVar("Workload", bound=WorkloadSettings)
 MOST_TIMES = 100  # the images of a training set: a larger batch is a mistake
+OF_IMAGES = " training images"  # the end of the source of a batch that they limit
 FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe to start from weights
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
@@ -127,7 +131,7 @@ def decide(
         elif fits:
             chosen = small
     check_compiled(config, chosen)
-    fitting, of_images = with_images(with_references(config, chosen), images)
+    fitting, of_images = with_at_most(with_references(config, chosen), images)
     check_micro_batch(fitting)
     if chosen is not usual:
         r, nominal = chosen.value, fitting.value.nominal_batch
@@ -150,7 +154,7 @@ def check_compiled(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> N
         )
 
 
-def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workload], tuple[str, ...]]:
+def with_at_most(config: Resolved[Workload], images: int) -> tuple[Resolved[Workload], tuple[str, ...]]:
     """Return the settings with a batch of at most ``images``, and a note about it. A step has as many batches as before.
 
     Raises:
@@ -176,9 +180,7 @@ def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workl
         values["nominal_batch"] = batch * round(step_images_of(c.batch, c.nominal_batch) / c.batch)
     nominal = values["nominal_batch"]
     values["micro_batch"] = micro_batch or default_micro_batch(batch, nominal) or batch
-    changed = with_values(
-        config, values, dict.fromkeys(("batch", "nominal_batch"), f"{images} training images")
-    )
+    changed = with_values(config, values, dict.fromkeys(("batch", "nominal_batch"), f"{images}{OF_IMAGES}"))
     note = (
         f"{config.spelled('batch')} ({config.sources['batch']}) is more than the {images} training images: a batch has {batch}, "
         f"a step {step_images_of(batch, nominal)}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from yolofleet.config.decide import OF_IMAGES
 from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.recipe import is_listed
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved, value_text
@@ -194,6 +195,9 @@ def continue_run(
     left_out = {"resume", "name", "project", "recipe", "set"}
     # measured when the run began
     left_out |= {"batch"} if new.batch < 0 else set()
+    # as typed for the first start, which had fewer images
+    is_limited = stored[0].sources["batch"].endswith(OF_IMAGES)
+    left_out |= {"batch"} if is_limited and new.batch > old.batch else set()
     left_out |= {"micro_batch"} if new.micro_batch < 0 and not is_open else set()
 
     def is_fixed(name: str, was: Any, now: Any) -> bool:

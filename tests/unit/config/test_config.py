@@ -722,6 +722,18 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     assert config.value.resume == str(folder) and config.notes == ()
 
 
+def test_a_batch_that_the_images_limited_may_be_typed_again_at_a_resume(run):
+    folder = run(batch=8)
+    file = folder / "config.yaml"
+    file.write_text(file.read_text().replace("batch: command line", "batch: 8 training images"))
+    for start in range(2):
+        config, recipe = resolve_train({"resume": str(folder), "batch": "16"})
+        assert config.value.batch == 8 and config.sources["batch"] == "8 training images", start
+        file.write_text(dump_config(config, recipe), encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot change it"):
+        resolve_train({"resume": str(folder), "batch": "4"})
+
+
 LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "allow": ("linked-folders",), "preempt_notice": "a b",
              "min_devices": 3, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",), "quiet": True, "checkpoint_to": "s3://b/run"}  # fmt: skip
 

@@ -122,7 +122,7 @@ class WorkloadSettings(DeviceSettings):
     )
     batch: OrShare = length_setting(
         16,
-        "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into 90 % of the memory of the devices, "
+        "images per batch, in total over all devices, as in YOLOv5; at most the training images; auto: as many as fit into 90 % of the memory of the devices, "
         "at most --nominal-batch (docs/failures.md); 0.8: into 80 % of it",
         clashes=(
             Clash("micro_batches_per_pass", "auto chooses both", ONE_PASS, mine=negative),
