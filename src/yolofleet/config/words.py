@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import re
 
+_OTHERS = (
+    r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rf-?detr|rtmdet|fastsam|sam2?)\b.*|"
+    r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr(?!v2)|rfdetr)[a-z].*"
+)
+_HERE = (
+    "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE, and cannot read models of other families"
+)
 # What to type instead of words that yolofleet does not have, by the kind of word: patterns of what other trainers call it.
 # Command line, configuration files and Python ask it for a word that they do not know.
 WORDS = {
@@ -32,9 +39,8 @@ WORDS = {
     },
     "model": {
         r"deim\b(?!-[nsmlx]$).*": "DEIM's networks are deim-n s m l x; it is a recipe, too: --model rtdetrv2-r18 --recipe deim",
-        r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rf-?detr|rtmdet|fastsam|sam2?)\b.*|"
-        r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr(?!v2)|rfdetr)[a-z].*": "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE, and "
-        "cannot read models of other families: --weights yolov5n.pt, or --model yolov5n (dfine-n) from scratch",
+        rf"(?=.*seg)({_OTHERS})": f"{_HERE}: --weights dfine-n --model dfine-n-seg, or --model yolov5n-seg (dfine-n-seg) from scratch",
+        _OTHERS: f"{_HERE}: --weights yolov5n.pt, or --model yolov5n (dfine-n) from scratch",
     },
 }
 

@@ -67,6 +67,7 @@ def test_models_of_other_families_are_named_as_such(name: str) -> None:
             2,
             3,
         ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE" in text_of(found)
+        assert ("--weights dfine-n --model dfine-n-seg" in text_of(found)) == ("seg" in name)
 
 
 def test_deim_is_a_family_and_a_recipe() -> None:
