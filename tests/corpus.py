@@ -27,6 +27,7 @@ from small_files import TINY_YAML, TWO_LEVELS_CFG
 
 from yolofleet.cli import main
 from yolofleet.data.datasets.shapes import NAMES, make_shapes
+from yolofleet.data.images.decode import read_image
 from yolofleet.families.build import build_model
 from yolofleet.families.darknet import weights_file as darknet
 from yolofleet.families.darknet.cfg import parse_cfg
@@ -112,7 +113,7 @@ class Corpus:
     def _masked(self, path: Path) -> None:
         for image in sorted((self.get("set") / "images").glob("*/*0.*")):
             shutil.copy(image, _made(path / "images" / image.parent.name) / image.name)
-            size = cv2.imread(str(image)).shape[:2]
+            size = read_image(str(image)).shape[:2]
             numbers = np.zeros(size, np.uint8)
             numbers[4:12, 5:20], numbers[20:30, 8:16] = 1, 2
             mask = _made(path / "masks" / image.parent.name) / f"{image.stem}.png"
@@ -325,7 +326,7 @@ def yolov5_objects() -> Iterator[Callable[..., Any]]:
             at.register_buffer(leaf, tensor.half() if tensor.is_floating_point() else tensor)
         root.model._modules["0"].act = activation()
         if "proto" in (head := list(root.model.children())[-1])._modules:
-            head.detect = classes["Detector"].forward  # so YOLOv5's files name getattr
+            head.detect = vars(classes["Detector"])["forward"]  # so YOLOv5's files name getattr
         root.yaml, root.yaml_file = {"nc": 80, "anchors": anchors, **kept}, "small.yaml"
         root.names, root.nc = names, 3
         for name, value in attributes.items():

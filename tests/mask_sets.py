@@ -38,7 +38,7 @@ class MaskIndex:
 
 def random_masks(
     seed: int, *, images: int, classes: int, most_labels: int, most_found: int
-) -> tuple[MaskIndex, ScoredMasks]:
+) -> tuple[Any, ScoredMasks]:
     """Not sorted ids, images of several sizes and without labels or detections, crowds, parts, holes, empty masks, twins, exact hits,
     equal scores, other areas, more than 100 masks of a class."""
     rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ entropy with those that the box touches, of one mask after the other.
 
 import zlib
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ def head_of(width):
             if "norm.weight" in name:
                 parameter.add_(1)
         head.project.weight.copy_(torch.eye(width)[:, :, None, None])
-        head.project.bias.zero_()
+        torch.nn.init.zeros_(cast(torch.Tensor, head.project.bias))
     return perturbed(head)
 
 

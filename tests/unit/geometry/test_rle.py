@@ -103,7 +103,7 @@ def test_a_window_is_a_part_of_the_image():
         bottom, right = (int(rng.integers(1, side + 1)) for side in image.shape)
         top, left = int(rng.integers(bottom)), int(rng.integers(right))
         image[top:bottom, left:right] = rng.random((bottom - top, right - left)) < 0.6
-        window = rle.encode(image[top:bottom, left:right], image.shape, (left, top))
+        window = rle.encode(image[top:bottom, left:right], (len(image), len(image[0])), (left, top))
         assert (window == rle.encode(image)).all()
 
 
