@@ -263,6 +263,9 @@ class DataIndex:
         kinds, lost = self.problem_kinds, Counter[str]()
         for kind, count in kinds.items():
             lost[KINDS[kind].loses] += count
+        masks: dict[str, int] = {}
+        if len(self.run_lengths):
+            masks["labels without a mask"] = int(((np.diff(self.run_offsets) == 0) & ~self.crowd).sum())
         return {
             "images": len(self),
             "labels": int((~self.crowd).sum()),
@@ -276,6 +279,7 @@ class DataIndex:
             "labels left out": lost["labels"],
             "images left out": lost["images"],
             "counted once": kinds.get("image-twice", 0) + kinds.get("label-twice", 0),
+            **masks,
         }
 
     def totals_text(self) -> str:
