@@ -33,7 +33,6 @@ from yolofleet.data.datasets.labels import (
     clean,
     offsets_of,
 )
-from yolofleet.data.datasets.maskrows import masks_of
 from yolofleet.data.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.images.decode import read_image, unreadable
@@ -145,6 +144,8 @@ def scan(
     box_area = boxes[:, 2].astype(np.float64) * size[:, 0] * boxes[:, 3] * size[:, 1]
     area = raw.area_px[keep]
     if masks:
+        from yolofleet.data.datasets.maskrows import masks_of  # boxes need none of it
+
         outlines, run_counts, runs = masks_of(raw, keep, sizes)
         owner = np.repeat(np.arange(len(run_counts)), run_counts)
         inside = runs * ((np.arange(len(runs)) - (np.cumsum(run_counts) - run_counts)[owner]) % 2)

@@ -21,7 +21,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.runs.report.draw import Picture, colour, picture_grid
 from yolofleet.runs.report.results import METRICS, number, read_rows
@@ -248,7 +247,7 @@ def hex_colour(class_idx: int) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _with_masks(rgb: np.ndarray, labels: MaskShapes) -> np.ndarray:
+def _with_masks(rgb: np.ndarray, labels: Any) -> np.ndarray:
     """Return a copy of an image uint8 [H, W, 3] RGB in which masks have the colours of their classes."""
     shown = rgb.astype(np.float32)
     for raster, class_idx in zip(labels.rasters(rgb.shape[:2]), labels.classes.tolist(), strict=True):
@@ -272,7 +271,7 @@ def training_pictures(
         height, width = rgb.shape[:2]
         mine = labels.rows(labels.image == i)
         title = titles[i] if i < len(titles) else ""
-        if isinstance(mine, MaskShapes):
+        if hasattr(mine, "rasters"):  # of masks, whose module a training on boxes does not load
             rgb = _with_masks(rgb, mine)
         pictures.append(Picture(rgb[..., ::-1], mine.corners_px(width, height), mine.classes, None, title))
     return pictures
