@@ -16,6 +16,7 @@ from yolofleet.families.networks.detector import Detector
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
 from yolofleet.inference.export.verify import batches_of, generated_images
+from yolofleet.tasks.table import task_of
 
 NAMES = ("person", "dog", "traffic light")
 SIZE_HW = (64, 96)
@@ -64,7 +65,17 @@ def metadata_of(
 ) -> ExportMetadata:
     description = model.description
     return ExportMetadata(
-        description.family, description.name, model.names, model.strides, size_hw, batch, half, nms
+        description.family,
+        description.name,
+        model.names,
+        model.strides,
+        size_hw,
+        batch,
+        half,
+        nms,
+        needs_nms=model.needs_nms,
+        task=model.task,
+        outputs=task_of(model).outputs,
     )
 
 

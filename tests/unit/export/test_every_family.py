@@ -26,14 +26,16 @@ from yolofleet.inference.export.verify import (
     part_of_limits,
 )
 from yolofleet.support.errors import NumericsError
-from yolofleet.tasks.boxes.task import BOXES
+from yolofleet.tasks.table import task_of
 
 pytestmark = pytest.mark.long
 
 # an import would keep its name from other tests, whose runs load a copy
 small_detr = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
 SIZE_HW = (64, 96)
-FAMILIES = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy")
+FAMILIES = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy") + (
+    MASKS := ("yolov5n-seg", "rtdetr-toy-seg", "dfine-toy-seg")
+)
 HERE = [name for name in ("torchscript", "onnx", "openvino") if not [
     module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
 ]]  # fmt: skip
@@ -42,6 +44,9 @@ QUICK = {(family, "torchscript", "both") for family in FAMILIES} | {
     ("dfine-toy", "onnx", "both"),
     ("rtdetr-toy", "onnx", "fixed"),
     ("dfine-toy", "openvino", "size"),
+    ("yolov5n-seg", "onnx", "both"),
+    ("dfine-toy-seg", "onnx", "size"),
+    ("yolov5n-seg", "openvino", "fixed"),
 }
 CASES = [
     pytest.param(*case, seed, id=" ".join(map(str, (*case, seed))), marks=marks)
@@ -53,7 +58,7 @@ CASES = [
 
 def spread(name: str, seed: int) -> Detector:
     """Return a small network whose scores differ."""
-    if not name.endswith("-toy"):
+    if "-toy" not in name:
         return network(name, seed=seed)
     model = build_model(small_detr["preset"](name), 3, seed=seed)
     model.names, generator = ("a", "b", "c"), torch.Generator().manual_seed(seed)
@@ -68,21 +73,32 @@ def spread(name: str, seed: int) -> Detector:
                 parameter.normal_(0, 0.7, generator=generator)
             elif "bbox_head" in part and part.endswith("layers.2.weight"):
                 parameter.normal_(0, 0.1, generator=generator)
+        for part, parameter in model.named_parameters():
+            if part in ("masks.vectors.weight", "masks.project.weight"):
+                parameter.normal_(0, 1, generator=generator)
     return model.eval()
 
 
 def changed(model: Detector, kind: str) -> Detector:
-    """Return a copy with one wrong value: in the last layer of scores or of boxes, or in a normalisation."""
+    """Return a copy with one wrong value: in the last layer of scores, boxes or coefficients, in the prototypes, or in a norm."""
     wrong = copy.deepcopy(model)
     named = dict(wrong.named_parameters()) | dict(wrong.named_buffers())
-    end, part = {
-        "scores": ("bias", "" if model.needs_nms else "dec_score_head"),
-        "boxes": ("bias", "" if model.needs_nms else "dec_bbox_head"),
-        "norm": ("running_mean", ""),
+    end, part, at = {
+        "scores": ("bias", "" if model.needs_nms else "dec_score_head", -1),
+        "boxes": ("bias", "" if model.needs_nms else "dec_bbox_head", 0),
+        "norm": ("running_mean", "", 0),
+        "coefficients": ("bias", "" if model.needs_nms else "masks.mix", -1),
+        "prototypes": ("bias", "proto.cv3" if model.needs_nms else "masks.project", 0),
     }[kind]
+    if model.needs_nms and model.task == "masks":
+        part, at = {
+            "boxes": (".m.2.", 0),
+            "scores": (".m.2.", 4 + model.nc),
+            "norm": (".cv", 0),
+        }.get(kind, (part or ".m.2.", at))
     chosen = [named[name] for name in named if name.endswith(end) and part in name][-1].view(-1)
     with torch.no_grad():
-        chosen[-1 if kind == "scores" else slice(1)] += 2
+        chosen[at] += 2
     return wrong
 
 
@@ -97,7 +113,7 @@ def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
     figures = export(model, FORMATS[format], metadata, SIZE_HW, out)
     assert figures["verified"]
     runtime = open_exported(out)
-    for kind in ("scores", "boxes", "norm"):
+    for kind in ("scores", "boxes", "norm", "coefficients", "prototypes")[: 5 if family in MASKS else 3]:
         batches = batches_of(metadata, SIZE_HW, generated_images())
         with pytest.raises(NumericsError, match="differs from the network"):
             check_difference(compare(runtime, changed(model, kind), batches), half=False)
@@ -106,7 +122,7 @@ def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
         images = pictures(1, (height, width))
         with torch.inference_mode():
             ours = model.decode(model(images))
-        found = BOXES.difference(ours, runtime(images), (height, width), in_order=model.needs_nms)
+        found = task_of(model).difference(ours, runtime(images), (height, width), in_order=model.needs_nms)
         assert part_of_limits(found, half=False) <= 1, (height, width)
 
 
