@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,8 @@ from yolofleet.tasks.table import task_of
 
 NAMES = ("person", "dog", "traffic light")
 SIZE_HW = (64, 96)
+# an import would keep its name from other tests, whose runs load a copy
+small_detr = runpy.run_path(str(Path(__file__).parent / "detr_family" / "small_detr.py"))
 
 
 def small(name: str) -> ModelDescription:
@@ -52,6 +56,29 @@ def network(name: str = "yolov5n", nc: int = len(NAMES), seed: int = 0) -> Detec
         model.train()(pictures(4))
     if nc == len(NAMES):
         model.names = NAMES
+    return model.eval()
+
+
+def spread(name: str, seed: int) -> Detector:
+    """Return a small network whose scores differ."""
+    if "-toy" not in name:
+        return network(name, seed=seed)
+    model = build_model(small_detr["preset"](name), 3, seed=seed)
+    model.names, generator = ("a", "b", "c"), torch.Generator().manual_seed(seed)
+    decoder: nn.Module = model.decoder  # type: ignore[assignment]
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = None  # plain mean
+        model.train()(pictures(4))
+        for part, parameter in decoder.named_parameters():
+            if "score_head" in part and part.endswith("weight"):
+                parameter.normal_(0, 0.7, generator=generator)
+            elif "bbox_head" in part and part.endswith("layers.2.weight"):
+                parameter.normal_(0, 0.1, generator=generator)
+        for part, parameter in model.named_parameters():
+            if part in ("masks.vectors.weight", "masks.project.weight"):
+                parameter.normal_(0, 1, generator=generator)
     return model.eval()
 
 

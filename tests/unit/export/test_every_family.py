@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import runpy
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from exported import metadata_of, network, pictures
-from torch import nn
+from exported import metadata_of, pictures, spread
 
-from yolofleet.families.build import build_model
 from yolofleet.families.networks.detector import Detector
 from yolofleet.inference.export.exporter import export
 from yolofleet.inference.export.formats import FORMATS
@@ -30,8 +26,6 @@ from yolofleet.tasks.table import task_of
 
 pytestmark = pytest.mark.long
 
-# an import would keep its name from other tests, whose runs load a copy
-small_detr = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
 SIZE_HW = (64, 96)
 FAMILIES = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy") + (
     MASKS := ("yolov5n-seg", "rtdetr-toy-seg", "dfine-toy-seg")
@@ -54,29 +48,6 @@ CASES = [
     for seed in range(3)
     for marks in [[] if case in QUICK and seed == 0 else [pytest.mark.slow]]
 ]
-
-
-def spread(name: str, seed: int) -> Detector:
-    """Return a small network whose scores differ."""
-    if "-toy" not in name:
-        return network(name, seed=seed)
-    model = build_model(small_detr["preset"](name), 3, seed=seed)
-    model.names, generator = ("a", "b", "c"), torch.Generator().manual_seed(seed)
-    decoder: nn.Module = model.decoder  # type: ignore[assignment]
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.momentum = None  # plain mean
-        model.train()(pictures(4))
-        for part, parameter in decoder.named_parameters():
-            if "score_head" in part and part.endswith("weight"):
-                parameter.normal_(0, 0.7, generator=generator)
-            elif "bbox_head" in part and part.endswith("layers.2.weight"):
-                parameter.normal_(0, 0.1, generator=generator)
-        for part, parameter in model.named_parameters():
-            if part in ("masks.vectors.weight", "masks.project.weight"):
-                parameter.normal_(0, 1, generator=generator)
-    return model.eval()
 
 
 def changed(model: Detector, kind: str) -> Detector:

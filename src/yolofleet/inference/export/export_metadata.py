@@ -23,12 +23,16 @@ MAX_SIDE_PX = 100_000
 MAX_BATCH = 4096
 MAX_PIXELS = 2**27  # of all images of a batch: 1.5 GiB as float32
 IMAGES, DECODED, BOXES = "images", "decoded", "boxes"  # names of the input and of the outputs
-COMPUTES = {
+COMPUTES = {  # by the last output
     DECODED: "images [N, 3, H, W] float32 RGB in 0..1 -> decoded [N, K, 5 + C] float32: cx, cy, w, h in pixels of the "
     "input, objectness, class probabilities; score = objectness x probability",
     BOXES: "images [N, 3, H, W] float32 RGB in 0..1 -> boxes [N, max_det, 6] float32: x1, y1, x2, y2 in pixels of the "
     "input, score, class; best first, then rows of zeros",
 }
+COMPUTES["prototypes"] = (
+    f"{COMPUTES[DECODED]}; coefficients [N, K, D] and prototypes [N, D, H / 4, W / 4]: inside a mask, within its box, their product "
+    "is above 0"
+)
 NO_NMS = "; boxes need no suppression, so only the scores choose among them"
 
 
@@ -102,7 +106,9 @@ class ExportMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""
-        computes = COMPUTES.get(BOXES if self.nms else self.outputs[0], f"decoded predictions of {self.task}")
+        computes = COMPUTES.get(
+            BOXES if self.nms else self.outputs[-1], f"decoded predictions of {self.task}"
+        )
         computes += "" if self.needs_nms else NO_NMS
         return {"yolofleet": __version__, **asdict(self), "computes": computes}
 
