@@ -156,7 +156,8 @@ def members_on_top_of_each_other() -> bytes:
 
 
 PICKLES = [
-    (PROTO + b"cbuiltins\ngetattr\n(c__builtin__\neval\n" + text("__call__") + b"tR.", "builtins.getattr"),
+    (PROTO + b"cbuiltins\ngetattr\n(c__builtin__\neval\n" + text("__call__") + b"tR.", "builtins.eval"),
+    (PROTO + b"cbuiltins\ngetattr\n(" + text("a text") + text("__class__") + b"tR.", "builtins.getattr"),
     (PROTO + b"c__builtin__\neval\n.", "builtins.eval"),
     (PROTO + b"(ios\nsystem\n.", "opcode 0x69"),  # INST
     (PROTO + b"(cmodels.x\nY\no.", "opcode 0x6f"),  # OBJ

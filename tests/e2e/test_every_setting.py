@@ -45,6 +45,7 @@ BASE: dict[str, Any] = {
 # hyperparameter -> another value, and the settings with which it counts
 PPYOLOE = {"cfg": "", "model": "ppyoloe-s"}
 DFINE = {"cfg": "", "model": "dfine-n"}
+DFINE_SEG = {"cfg": "", "model": "dfine-n-seg", "data": "polygons"}
 BY_STEP = {"set": ("rates=step", "warmup_epochs=0.5")}
 RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "lr0": ("0.5", {}),
@@ -90,6 +91,8 @@ RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "box_noise": ("0.5", DFINE),
     "fgl_gain": ("9", DFINE),
     "ddf_gain": ("9", DFINE),
+    "mask_gain": ("9", DFINE_SEG),
+    "dice_gain": ("9", DFINE_SEG),
     "repeat_threshold": ("1", {"sampler": "repeat-factor", "data": "rare"}),
     "size_low": ("0.5", {}),
     "size_high": ("2", {}),
