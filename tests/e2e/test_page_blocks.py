@@ -42,9 +42,9 @@ from yolofleet.fleet.plan.library import Library
 from yolofleet.measure.tune.space import read_space
 
 SMALL_DATA = "--images 16 --val-images 4 --img 64"
-SIZES = "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 4 --threads 1"
+SIZES = "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 2 --threads 1"
 SMALL_TRAINING = f"{SIZES} --no-plots --device cpu"
-SMALL_TRAINER = {"img": 64, "epochs": 1, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "threads": 1, "plots": False}  # fmt: skip
+SMALL_TRAINER = {"img": 64, "epochs": 1, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "threads": 1, "plots": False}  # fmt: skip
 WEIGHTS = ("yolov5n.pt", "yolov5s.pt")  # published files, which are not part of the repository
 
 COMMANDS = [block for block in BLOCKS if block.language == "sh"]
