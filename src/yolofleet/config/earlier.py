@@ -74,7 +74,7 @@ def of_today(name: str, value: Any, source: str) -> Any:
     """Return the value of ``new`` for a value of an earlier setting; None: it changes nothing.
 
     Raises:
-        ConfigError: nothing replaces the setting, or the value is none of the setting's.
+        ConfigError: the setting has no replacement, or it never had such a value.
     """
     earlier = EARLIER[name]
     if earlier.new and value is not None and (isinstance(earlier.default, bool) or name == "cuda_graphs"):

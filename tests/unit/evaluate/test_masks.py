@@ -12,10 +12,11 @@ from mask_sets import native, random_masks, scored
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.masks import DecodedMasks
+from yolofleet.data.geometry.table import as_objects
 from yolofleet.support.errors import ConfigError
 from yolofleet.tasks.boxes.matching import ScoredBoxes
 from yolofleet.tasks.masks.draw import one_polygon, painted, polygons
-from yolofleet.tasks.masks.found import FoundMasks, OnMap, as_objects, native_mask
+from yolofleet.tasks.masks.found import FoundMasks, OnMap, native_mask
 from yolofleet.tasks.masks.matching import ScoredMasks
 from yolofleet.tasks.masks.task import MASKS
 from yolofleet.tasks.task import Limits

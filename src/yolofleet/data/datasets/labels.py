@@ -238,9 +238,8 @@ class Parts(NamedTuple):
     parts: list[list[float]]
 
 
-Outline = (
-    list[float] | Parts | Mask
-)  # of a label: one polygon x1, y1, x2, y2, ..., [] for a box; several; or a bitmap
+# of a label: one polygon x1, y1, x2, y2, ... ([]: it is a box), several polygons, or a bitmap
+Outline = list[float] | Parts | Mask
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class MaskFiles(LabelFiles):
 
 
 def _masks_of(image: str) -> str:
-    """Return the file or folder with the masks of an image; where the file would be if there is none."""
+    """Return the file or folder with the masks of an image, or the path that such a file would have."""
     folder, name = os.path.split(image)
     stem, parts = os.path.splitext(name)[0], list(Path(folder).parts)
     at = max((at for at, part in enumerate(parts) if part == "images"), default=len(parts))

@@ -12,7 +12,7 @@ import numpy as np
 from yolofleet.data.datasets.labels import OUTLINE_UNIT, Outlines, RawLabels
 from yolofleet.data.geometry import rle
 
-_DECIMALS = 9  # of a pixel: fractions times the size of an image are again the numbers of the file, where it had fewer
+_DECIMALS = 9  # of pixels: a number of a file that became a fraction of the image's side is that number again
 
 
 def masks_of(

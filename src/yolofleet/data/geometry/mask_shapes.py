@@ -16,14 +16,14 @@ import numpy as np
 
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.shapes import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX, Shapes
+from yolofleet.data.geometry.table import as_objects
 from yolofleet.data.geometry.view import Look, View
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SMALLEST_AREA = (
-    1e-9  # of what is left of a ring after a cut, as a fraction of the image; less is a line along the border
-)
+# of what is left of a ring after a cut, as a fraction of the image; less is a line along the border
+SMALLEST_AREA = 1e-9
 NUDGE = 1e-6  # from a corner of a window to a point inside it
 
 
@@ -43,7 +43,7 @@ class MaskShapes(Shapes):
     ) -> Self:
         """Return the labels of one image; without ``rings`` they have no masks."""
         rings = [[] for _ in classes] if rings is None else rings
-        return cls(rings=_objects(rings), **vars(Shapes.of_image(classes, boxes)))
+        return cls(rings=as_objects(rings), **vars(Shapes.of_image(classes, boxes)))
 
     @property
     def has_mask(self) -> np.ndarray:
@@ -151,17 +151,17 @@ class MaskShapes(Shapes):
         width, height = size_wh.tolist()
         boxes, rings, is_left = self.corners_px(width, height), [], []
         for own, box in zip(self.rings, boxes, strict=True):
-            cover = _Rings.of(_objects([hiding])).clipped(box[:2] / size_wh, box[2:] / size_wh)
+            cover = _Rings.of(as_objects([hiding])).clipped(box[:2] / size_wh, box[2:] / size_wh)
             # where parts of the mask overlap, its winding is their number
             rings.append([*own, *cover.reversed().lists(1)[0] * len(own)])
-            seen = _Rings.of(_objects(rings[-1:])).coverage((height, width), 1)[0].box()
+            seen = _Rings.of(as_objects(rings[-1:])).coverage((height, width), 1)[0].box()
             is_left.append(seen is not None)
             if seen is not None:
                 inner = np.append(np.maximum(seen[:2], box[:2]), np.minimum(seen[2:], box[2:]))
                 box[:] = np.where(np.abs(inner - box) > 1, inner, box)
         low, high = boxes[:, :2] / size_wh, boxes[:, 2:] / size_wh
         changed = np.concatenate([(low + high) / 2, high - low], axis=1).astype(np.float32)
-        return replace(self, boxes=changed, rings=_objects(rings)).rows(np.array(is_left, bool))
+        return replace(self, boxes=changed, rings=as_objects(rings)).rows(np.array(is_left, bool))
 
     def rasters(self, size_hw: tuple[int, int]) -> np.ndarray:
         """Return the share of each pixel of a map over the whole image that is inside a mask: uint8 [n, h, w] in 1/255.
@@ -192,12 +192,6 @@ def _unpacked(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray, *rings:
     return MaskShapes(image, classes, boxes, _Rings(points, ring, numbers).lists(len(counts)))
 
 
-def _objects(lists: Sequence[list[np.ndarray]]) -> np.ndarray:
-    array = np.empty(len(lists), object)
-    array[:] = lists
-    return array
-
-
 class _Cells(NamedTuple):
     """The part of a raster around a mask: the column and row of its corner, and uint8 [h, w]."""
 
@@ -206,7 +200,7 @@ class _Cells(NamedTuple):
     cells: np.ndarray
 
     def box(self) -> np.ndarray | None:
-        """Return x1, y1, x2, y2 of the pixels that are at least half inside; None if there are none."""
+        """Return the box x1, y1, x2, y2 around the pixels of which at least half is inside; None if there is no such pixel."""
         rows, columns = (np.flatnonzero((self.cells > 127).any(axis=axis)) for axis in (1, 0))
         if not len(rows):
             return None
@@ -242,7 +236,7 @@ class _Rings(NamedTuple):
         numbers = self.label[first].tolist()
         for label, start, stop in zip(numbers, first.tolist(), (last + 1).tolist(), strict=True):
             result[label].append(points[start:stop])
-        return _objects(result)
+        return as_objects(result)
 
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
         """Return where the first and the last point of each ring are."""

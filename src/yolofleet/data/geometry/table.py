@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def as_objects(values: Sequence[Any]) -> np.ndarray:
+    """Return values, which may be sequences, as a column: object [n]."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
 class Table:
     """The base of such dataclasses. The first axis of each field has the length of the table."""
 

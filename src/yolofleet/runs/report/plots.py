@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-MASK_OPACITY = 0.4
+MASK_OPACITY = 0.4  # of the colour in a mask
 HUES = BLUE, ORANGE, GREEN, RED = "#2563eb", "#f97316", "#16a34a", "#dc2626"
 GREY = "#9ca3af"
 STYLE: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,19 @@ def detections_as_yolo_txt(
     wh = detections.boxes_xywh_px[:, 2:] / size
     values = np.concatenate([detections.boxes_xywh_px[:, :2] / size + wh / 2, wh], axis=1)
     texts = {}
-    for image in dict.fromkeys(detections.image.tolist()):
-        mine = detections.image == image
+    for image, mine in of_each_image(detections.image):
         score = detections.scores[mine] if scores else None
         texts[image] = yolo_text(detections.classes[mine], values[mine], score)
     return texts
+
+
+def of_each_image(image: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each image of a table, ascending, and its rows in their order. ``image``: int64 [D] of each row."""
+    order = np.argsort(image, kind="stable")
+    images, first = np.unique(image[order], return_index=True)
+    yield from zip(
+        images.tolist(), np.split(order, first[1:]), strict=False
+    )  # without rows there is one empty part
 
 
 def yolo_text(

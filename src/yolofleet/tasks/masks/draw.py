@@ -13,11 +13,10 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.maskrows import joined_rings
 from yolofleet.data.geometry import rle
 from yolofleet.runs.report.draw import colour
-from yolofleet.runs.report.plots import or_note
+from yolofleet.runs.report.plots import MASK_OPACITY, or_note
 from yolofleet.tasks.boxes.plots import draw_validation, plot_confusion, plot_curves
 from yolofleet.tasks.masks.matching import mask_labels_of
 
-OPACITY = 0.4  # of the colour in a mask
 SIMPLER_PX = 0.75  # a polygon leaves out corners that are nearer than this to the line without them
 
 
@@ -45,7 +44,7 @@ def painted(image: np.ndarray, masks: Sequence[rle.Mask] | np.ndarray, classes: 
             continue
         inside = rle.decode(mask.runs, mask.size_hw, (left, left + width))[top : top + height]
         part = image[top : top + height, left : left + width]
-        part[inside] = (1 - OPACITY) * part[inside] + OPACITY * np.array(colour(class_idx))
+        part[inside] = (1 - MASK_OPACITY) * part[inside] + MASK_OPACITY * np.array(colour(class_idx))
         outlines = [ring.astype(np.int32) for ring in rle.rings(mask.runs, mask.size_hw)]
         cv2.polylines(image, outlines, True, colour(class_idx), pen, cv2.LINE_AA)
     return image

@@ -10,7 +10,7 @@ import numpy as np
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import Id
 from yolofleet.data.geometry import rle
-from yolofleet.tasks.boxes.files import detections_as_coco_json, yolo_text
+from yolofleet.tasks.boxes.files import detections_as_coco_json, of_each_image, yolo_text
 from yolofleet.tasks.masks.draw import one_polygon
 from yolofleet.tasks.masks.matching import ScoredMasks
 
@@ -29,11 +29,11 @@ def masks_as_coco_json(
 def masks_as_yolo_txt(found: ScoredMasks, index: DataIndex, *, scores: bool) -> dict[int, str]:
     """Return the text of each image's file by image position; images without a mask are absent."""
     texts = {}
-    for image in np.unique(found.image).tolist():
-        mine = found.rows(found.image == image)
+    masks = found.masks()
+    for image, mine in of_each_image(found.image):
         width, height = index.sizes_wh[image].tolist()
-        values = yolo_values([rle.Mask((height, width), runs) for runs in mine.masks()])
-        if text := yolo_text(mine.classes, values, mine.scores if scores else None):
+        values = yolo_values([rle.Mask((height, width), masks[row]) for row in mine.tolist()])
+        if text := yolo_text(found.classes[mine], values, found.scores[mine] if scores else None):
             texts[image] = text
     return texts
 

@@ -5,9 +5,8 @@ n objects, D prototypes, h x w cells of the map, H x W pixels of the image as it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.letterbox import Letterbox
+from yolofleet.data.geometry.table import as_objects
 from yolofleet.tasks.boxes.found import FoundBoxes
 
 _PIXELS_AT_ONCE = 1 << 20  # of a window: 4 MiB for each of its temporaries
@@ -47,13 +47,6 @@ class FoundMasks(FoundBoxes):
             for mask, box in zip(self.masks, boxes, strict=True)
         ]
         return replace(self, boxes_xyxy_px=boxes, masks=as_objects(masks))
-
-
-def as_objects(values: Sequence[Any]) -> np.ndarray:
-    """Return values, which may be sequences, as an array of objects [n]."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
 
 
 def native_mask(

@@ -6,7 +6,7 @@ Legend: D detections, M labels, R runs of all masks, P pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,11 +56,8 @@ class _Masks(Table):
         }
 
     def rows(self, chosen: Any) -> Self:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        runs = self.runs_of(np.arange(len(self))[chosen])
-        return type(self)(
-            **{name: column[chosen] for name, column in values.items() if name != "runs"}, runs=runs
-        )
+        columns = {name: getattr(self, name)[chosen] for name in self.__match_args__ if name != "runs"}
+        return type(self)(**columns, runs=self.runs_of(np.arange(len(self))[chosen]))
 
     def runs_of(self, rows: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Return the runs of these rows, one after another."""

@@ -16,10 +16,11 @@ from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.data.geometry.nms import detections
+from yolofleet.data.geometry.table import as_objects
 from yolofleet.tasks.boxes.coco import CocoMetrics
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.boxes.task import BOXES, compared
-from yolofleet.tasks.masks.found import FoundMasks, OnMap, as_objects
+from yolofleet.tasks.masks.found import FoundMasks, OnMap
 from yolofleet.tasks.masks.matching import ScoredMasks, mask_labels_of
 from yolofleet.tasks.task import Arrays, Difference, Limits, Task
 
@@ -137,9 +138,8 @@ class Masks(Task):
         ]
 
     def bitmaps(self, found: FoundMasks, size_hw: tuple[int, int]) -> np.ndarray:
-        return np.stack([np.zeros(size_hw, bool), *(rle.decode(mask.runs, size_hw) for mask in found.masks)])[
-            1:
-        ]
+        each = [rle.decode(mask.runs, size_hw) for mask in found.masks]
+        return np.array(each, bool).reshape(-1, *size_hw)
 
     def yolo_values(self, found: FoundMasks, size_wh: tuple[int, int]) -> list[np.ndarray]:
         from yolofleet.tasks.masks.files import yolo_values
