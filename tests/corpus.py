@@ -308,6 +308,11 @@ def yolov5_objects() -> Iterator[Callable[..., Any]]:
         classes[name] = type(name, (torch.nn.Module,), {"__module__": where})
         setattr(modules[where], name, classes[name])
 
+    def detect(self: Any) -> None: ...
+
+    detect.__module__, detect.__qualname__ = "models.yolo", "Detector.detect"
+    classes["Detector"].detect = detect  # type: ignore[attr-defined]
+
     def make(
         model: Any, *, activation: Any = torch.nn.SiLU, names: Any = YOLOV5_NAMES, **attributes: Any
     ) -> Any:
@@ -326,7 +331,7 @@ def yolov5_objects() -> Iterator[Callable[..., Any]]:
             at.register_buffer(leaf, tensor.half() if tensor.is_floating_point() else tensor)
         root.model._modules["0"].act = activation()
         if "proto" in (head := list(root.model.children())[-1])._modules:
-            head.detect = vars(classes["Detector"])["forward"]  # so YOLOv5's files name getattr
+            head.detect = vars(classes["Detector"])["detect"]  # so YOLOv5's files name getattr
         root.yaml, root.yaml_file = {"nc": 80, "anchors": anchors, **kept}, "small.yaml"
         root.names, root.nc = names, 3
         for name, value in attributes.items():
