@@ -44,7 +44,9 @@ def settings(
     }
 
 
-@pytest.mark.parametrize(("smaller", "reduce"), [(0, "fast"), (1, "exact")])
+@pytest.mark.parametrize(
+    ("smaller", "reduce"), [(0, "fast"), pytest.param(1, "exact", marks=pytest.mark.slow)]
+)
 def test_the_device_with_less_memory_decides_and_is_filled(
     settings: dict[str, Any], accelerator: Accelerator, smaller: int, reduce: str
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_large_device_gets_the_batch_of_the_recipe_and_not_the_whole_data_set(
     assert batch == 24 and "the training split of 24 images limits it" in told
 
 
+@pytest.mark.slow
 def test_validation_beside_the_training_leaves_less_memory_for_a_pass(
     settings: dict[str, Any], accelerator: Accelerator
 ) -> None:
@@ -114,6 +117,7 @@ def test_validation_beside_the_training_leaves_less_memory_for_a_pass(
     assert 0 < beside < alone, told
 
 
+@pytest.mark.slow
 def test_validation_is_tried_in_the_precision_of_the_run(
     settings: dict[str, Any], accelerator: Accelerator
 ) -> None:

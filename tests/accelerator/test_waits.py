@@ -133,8 +133,8 @@ PASSES = [
 ]
 STEPS = [
     *product(("yolov3",), PRECISIONS, (False, True)),
-    *(("yolov5", "bf16", False), ("darknet", "fp16", True), ("ppyoloe-aligned", "fp16", True)),
-    *(("ppyoloe-atss", "fp32", True), ("ppyoloe-atss", "bf16", False)),
+    *(("yolov5", "bf16", False), ("darknet", "fp16", True)),
+    ("ppyoloe-atss", "bf16", False),
 ]
 ALL_STEPS = [
     *product(("yolov5", "yolov3", "ppyoloe-atss"), PRECISIONS, (False, True)),

@@ -49,7 +49,7 @@ def test_the_store_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert words is not None and Store.parse(words[1]).bytes_s > 0
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cpu:2", marks=pytest.mark.slow)])
 def test_the_parts_of_the_time_until_the_first_step(tmp_path: Path, device: str) -> None:
     data = small_shapes(tmp_path)
     code = tmp_path / "mine.py"  # a setting that no file may give reaches the run, too
@@ -94,6 +94,7 @@ def test_the_parts_of_a_training_without_a_cache_and_with_loader_processes(tmp_p
     assert "yolofleet bench train" in done.out and "binds" in done.out
 
 
+@pytest.mark.slow
 def test_a_table_of_one_and_two_processes(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     with working_in(tmp_path):

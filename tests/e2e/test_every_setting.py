@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from small_files import TINY, TINY_YAML
+from walks import sampled
 
 from yolofleet.cli import main
 from yolofleet.cli.api import Model
@@ -310,7 +311,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RECIPE)
+@pytest.mark.parametrize("name", sampled(RECIPE, 4))
 def test_each_hyperparameter_changes_the_weights(name: str, runs: Runs) -> None:
     if name == "albumentations":
         pytest.importorskip("albumentations")
@@ -321,7 +322,7 @@ def test_each_hyperparameter_changes_the_weights(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", sampled(SETTINGS, 3))
 def test_each_setting_changes_the_weights_the_files_or_the_screen(name: str, runs: Runs) -> None:
     value, changes, context = SETTINGS[name]
     base = BASE | context

@@ -153,7 +153,13 @@ def test_every_verb_is_one_that_this_test_knows() -> None:
     assert set(leaves(APP)) == OTHERS | {verb.partition(" --")[0] for verb in INTO_RUNS} | {"tune"}
 
 
-@pytest.mark.parametrize("verb", INTO_RUNS)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(verb, marks=() if verb in ("train --resume", "val", "export") else pytest.mark.slow)
+        for verb in INTO_RUNS
+    ],
+)
 def test_no_verb_writes_through_a_link_in_the_folder_of_a_run(home: Path, tmp_path: Path, verb: str) -> None:
     made, words = home / "run", INTO_RUNS[verb]
     names = names_of(made, RunFolder)

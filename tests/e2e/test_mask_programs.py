@@ -108,6 +108,7 @@ def test_programs_without_yolofleet_find_the_boxes_and_masks_that_predict_finds(
             assert_equal(found, results[file][picture])
 
 
+@pytest.mark.slow
 def test_a_validation_of_an_exported_file_has_the_figures_of_the_network(tmp_path):
     pytest.importorskip("onnxruntime")
     data = small_masks(tmp_path)

@@ -15,6 +15,7 @@ from yolofleet.fleet.plan.probe import read_probe
 SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_probe_and_a_plan_from_it(tmp_path: Path) -> None:
     data = small_shapes(tmp_path, images=40)
     # passes of 8 and of 4 images: the ranks have unequal work

@@ -83,7 +83,10 @@ def is_plain(done: Outcome) -> bool:
     return all(character.isprintable() or character in "\n\t" for character in done.out + done.err)
 
 
-@pytest.mark.parametrize("verb", QUIET)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(verb, marks=pytest.mark.slow if verb == "data check" else ()) for verb in QUIET],
+)
 def test_quiet_leaves_only_the_result(folder: Path, verb: str) -> None:
     words, lines = QUIET[verb]
     with working_in(folder):
@@ -95,7 +98,7 @@ def test_quiet_leaves_only_the_result(folder: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", JSON)
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_json_has_standard_output_for_itself(folder: Path, verb: str, quiet: bool) -> None:
     if quiet and verb in ("train", "export"):
         pytest.skip("the same code as without --quiet")

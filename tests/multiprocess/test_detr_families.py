@@ -47,7 +47,10 @@ def trained(folder: Path, name: str, model: str, ranks: int, *more: str) -> str:
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+@pytest.fixture(
+    scope="module",
+    params=[NETWORKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS[1:])],
+)
 def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -82,6 +85,7 @@ def test_synchronised_batch_norm_agrees_with_one_process_when_a_rank_has_no_labe
         assert float(synced[term]) == pytest.approx(float(whole[term]), rel=0.02, abs=1e-3), term
 
 
+@pytest.mark.slow
 def test_two_devices_give_the_bits_of_one_in_bf16(folder: Path, model: str) -> None:
     """The threads of both devices cast weights that the network uses several times in a pass."""
     half = ("--precision", "bf16")

@@ -73,6 +73,7 @@ def test_six_images_are_one_batch_of_an_epoch_on_every_fleet(folder: Path) -> No
     assert results(folder / "runs/train/short")["weights_sha256"] == alone
 
 
+@pytest.mark.slow
 def test_a_device_without_work_is_refused_before_the_run_begins(folder: Path) -> None:
     done = yolofleet(
         folder, "train", *DATA, "--name", "idle", *RUN, "--device", "cpu:2", "--nominal-batch", "6", code=2
@@ -82,6 +83,7 @@ def test_a_device_without_work_is_refused_before_the_run_begins(folder: Path) ->
     assert not (folder / "runs/train/idle/results.csv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_signal_ends_a_step_that_takes_minutes(folder: Path) -> None:
     """The step would show each image 2,000 times."""

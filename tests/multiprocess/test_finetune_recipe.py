@@ -73,6 +73,7 @@ def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
     assert whole == images_of_a_step(folder, "whole", "--device", "cpu")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
     """The launcher starts the ranks again with the settings that the user typed."""

@@ -71,6 +71,7 @@ def test_a_run_that_detects_nothing_names_weights_of_its_own_family(folder: Path
     )
 
 
+@pytest.mark.slow
 def test_the_row_of_an_epoch_has_the_losses_of_all_its_images_after_an_end_in_mid_epoch(
     folder: Path, data: Path
 ) -> None:

@@ -48,6 +48,7 @@ def run(*command: str | Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_training_processes_execute_nothing_of_the_working_folder(tmp_path: Path, mark: Path) -> None:
     data = small_shapes(tmp_path)
     steps = ("--epochs", "1", "--max-steps", "1", "--threads", "1", "--val-period", "0")

@@ -194,11 +194,11 @@ def at_import_of(name: str) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_module_can_be_imported_first_and_loads_only_what_it_names(every: int) -> None:
     """So no import is hidden in a text such as ``"yolov5.loss:anchor_loss"``: those parts are loaded when they are used.
 
-    The quick test takes each eighth module, and all of ``config`` and ``families``, where such texts are.
+    The quick test takes each 24th module, and all of ``config`` and ``families``, where such texts are.
     """
     script = SOURCE.parents[1] / "tests" / "first_imports.py"
     done = subprocess.run([sys.executable, script, str(every)], capture_output=True, text=True, check=True)

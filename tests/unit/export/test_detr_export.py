@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 SIZE_HW = (64, 96)
 
 
-@pytest.fixture(scope="module", params=["dfine", "rtdetr"])
+@pytest.fixture(scope="module", params=["dfine", pytest.param("rtdetr", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> Detector:
     # an import would keep its name from other tests, whose runs load a copy
     small = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
@@ -46,7 +46,9 @@ def openvino_rows(path: Path, images: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(compiled(images.numpy())[0].copy())
 
 
-@pytest.mark.parametrize(("name", "rows"), [("onnx", onnx_rows), ("openvino", openvino_rows)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("onnx", onnx_rows), pytest.param("openvino", openvino_rows, marks=pytest.mark.slow)]
+)
 def test_any_batch_gives_the_boxes_of_the_network(model, name, rows, tmp_path):
     for module in FORMATS[name].runs:
         pytest.importorskip(module, reason=f"{module} is not installed")

@@ -55,6 +55,7 @@ def test_the_last_convolutions_and_the_decoding_stay_in_32_bits(name: str, data:
     open_exported(out)
 
 
+@pytest.mark.slow
 def test_a_variable_batch_and_nms_work_with_8_bits(data: str, tmp_path: Path) -> None:
     model, out = network(), tmp_path / "a.onnx"
     metadata = replace(metadata_of(model, batch=None, nms=Suppression(0.25, 0.45, 20, False)), int8=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from walks import sampled
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.decoder import bin_values, moved
@@ -348,7 +349,7 @@ def test_a_folded_network_has_the_same_predictions_without_norms_and_training_pa
     assert len(again.decoder.decoder.layers) == used  # folding again changes nothing
 
 
-@every_network
+@pytest.mark.parametrize("name", sampled(SMALL, 3))
 def test_the_traced_graph_accepts_other_sizes(name):
     graph, x, y = ExportGraph(lively(name)), images(2, 64, 96), images(3, 128, 64)
     with quiet():
@@ -371,8 +372,10 @@ def test_a_graph_in_16_bits_has_boxes_in_32(name):
     assert found.dtype == torch.float32 and found.isfinite().all()
 
 
-@every_network
-@pytest.mark.parametrize("varies", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("name", sampled(SMALL, 3))
+@pytest.mark.parametrize(
+    "varies", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fixed", "variable"]
+)
 def test_onnx_files_have_the_same_predictions(name, varies):
     onnxruntime = pytest.importorskip("onnxruntime", reason="the extra yolofleet[onnx] is not installed")
     pytest.importorskip("onnx", reason="the extra yolofleet[onnx] is not installed")

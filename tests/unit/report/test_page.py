@@ -362,6 +362,7 @@ def test_the_time_line_has_starts_stragglers_and_no_overlap(tmp_path):
     assert pause == pytest.approx(12, abs=0.01)  # the start-up is drawn in the pause
 
 
+@pytest.mark.slow
 def test_many_epochs_and_ranks_are_added_up(tmp_path):
     folder = made_run(tmp_path / "run", None, hosts=["h"] * 70, epochs=500)
     line = read_run(folder)["timeline"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from commands import called, small_shapes, working_in
 
@@ -26,6 +27,7 @@ def trained(folder: Path, name: str, *more: str) -> tuple[Weights, str]:
     return read_weights(folder / "runs/train" / name / "weights/last.safetensors"), found.err + found.out
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_is_trained_from_scratch_and_after_a_resume_and_stays_frozen_from_weights(
     tmp_path,
 ) -> None:
