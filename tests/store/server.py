@@ -28,6 +28,21 @@ from commands import free_port
 BUCKET = "bucket"
 PORT = 5000  # on a machine of its own
 _SETUP_ACTIONS = 4  # requests before the server begins to check credentials
+# moto computes the ETag of an object at the first request for it, from a file that all its threads share, and keeps it. Without
+# the lock, two requests at the same time can give an object a wrong ETag for ever.
+_SERVER = """
+from moto.s3.models import FakeKey
+from moto.server import main
+
+unlocked = FakeKey.etag.fget
+
+def etag(key):
+    with key.lock:
+        return unlocked(key)
+
+FakeKey.etag = property(etag)
+main()
+"""
 
 
 def missing() -> str:
@@ -83,7 +98,7 @@ class Store:
 def s3_server(log: Path) -> Iterator[Store]:
     """Run a server with one bucket and one user, who may do everything with it."""
     store = Store("127.0.0.1", free_port())
-    command = [sys.executable, "-m", "moto.server", "-H", store.host, "-p", str(store.port)]
+    command = [sys.executable, "-c", _SERVER, "-H", store.host, "-p", str(store.port)]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(_SETUP_ACTIONS)}
     with log.open("wb") as file:
         process = subprocess.Popen(
