@@ -53,7 +53,7 @@ from yolofleet.storage.object_store import (
     pieces_of,
     without_secrets,
 )
-from yolofleet.storage.shards import Stored
+from yolofleet.storage.shards import NotAsListed, Stored
 from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.system.proc import text_of
 from yolofleet.support.terminal import Progress
@@ -362,7 +362,7 @@ class Mirror:
             about = self._table(mine)
             if gone := [key for key in mine if key not in about]:
                 hint = "the data set changed during the run: start again"
-                raise StorageError(f"{self.root}/{gone[0]} is gone", hint=hint)
+                raise NotAsListed(f"{self.root}/{gone[0]} is gone", hint=hint)
             for group in _groups(about):
                 _Space().take(sum(one.size for one in group.values()))
                 ((key, one), *others_of_group) = group.items()

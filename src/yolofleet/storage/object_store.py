@@ -32,6 +32,7 @@ from yolofleet.storage.request import (
 from yolofleet.storage.shards import (
     LIST,
     MAX_INDEX_BYTES,
+    NotAsListed,
     Stored,
     folders_among,
     is_plain,
@@ -343,8 +344,7 @@ class ObjectStore:
                 if progress() > before:
                     began_s, wait_s, before = time.monotonic(), 0.2, progress()
                 lasted_s = time.monotonic() - began_s
-                # botocore compares checksums of its own
-                damaged += isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
+                damaged += _is_damaged(problem)
                 is_final = self.scheme == "file" or not _may_pass(problem)
                 if is_final or lasted_s > outage_s or damaged == DAMAGED_TRIES:
                     raise _refused(task, problem, lasted_s) from None
@@ -368,12 +368,17 @@ class _OfObject(Exception):
     """One of several objects could not be read. Its arguments are the name of the object, and the error of the store."""
 
 
-class Gone(StorageError):
+class Gone(NotAsListed):
     """There is no such object."""
 
 
 class Denied(StorageError):
     """The store refuses access, or this machine has no credentials."""
+
+
+def _is_damaged(problem: Exception) -> bool:
+    """Return whether content arrived that is not what the listing says; botocore also compares checksums of its own."""
+    return isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
 
 
 def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
@@ -384,6 +389,8 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
         )
     tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
     hint = "check the network and the store; a run goes on with --resume"
+    if _is_damaged(problem):
+        return NotAsListed(f"cannot {what}: {reason(problem)}{tried}", hint=hint)
     if not _may_pass(problem):
         if _is_refusal(problem):
             hint = (

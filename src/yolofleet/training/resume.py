@@ -7,8 +7,9 @@ change. This module sends the state to every rank and refuses the state of anoth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_sn
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.storage.atomic import write_bytes
 from yolofleet.storage.foreign import read_foreign, reading
+from yolofleet.storage.shards import NotAsListed
 from yolofleet.support.errors import (
     CheckpointError,
     ClusterError,
@@ -135,17 +137,17 @@ def snapshot_for_all(
     if address and (max(steps) < 0 or not world.restarts):
         copies: list[tuple[Path, int]] = []
 
-        def look() -> None:
-            if (there := later_copy(address, max(steps))) is not None:
+        def look(there: Path) -> None:
+            if _last_step(there) > max(steps):
                 copies.append(_newest(there, world.console))
 
         try:
-            main_does(world, "copying", look)
+            main_does(world, "copying", partial(_with_copy, address, look))
         except YolofleetError as error:
             is_unreadable, problem = True, error
             if world.is_main and max(steps) >= 0:
                 world.console.warn(f"{error.what}: going on from the state of step {max(steps)} here")
-        if copies:
+        if copies and copies[0][1] > max(steps):
             (found, step), in_memory = copies[0], None
         steps[0] = world.gather(step)[0]
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
@@ -299,29 +301,36 @@ def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
     """
     if is_restart:
         if missing := [name for name in BROUGHT if not (run / name).exists()]:
-            _copy(_mirrored(address), run, missing)
+            _with_copy(address, lambda there: _copy(there, run, missing))
         return
     if not _is_copied_to(run, address):
         set_aside(run)
-    there = _mirrored(address)
-    if _last_step(there) > _last_step(run):
-        _copy(there, run, BROUGHT)
+    last_here = _last_step(run)
+
+    def bring(there: Path) -> None:
+        if _last_step(there) > last_here:
+            _copy(there, run, BROUGHT)
+
+    _with_copy(address, bring)
 
 
-def later_copy(address: str, step: int) -> Path | None:
-    """Return the folder with the files at an address if a state there is later than ``step``.
+def _with_copy(address: str, work: Callable[[Path], None]) -> None:
+    """Call ``work`` with the folder that has the files at an address, and again with a new list if one was not as listed.
+
+    A process that has lost the lease may have replaced or deleted an object after this process has listed it.
 
     Raises:
-        ConfigError, StorageError: the store cannot be read.
+        ConfigError, StorageError: the store cannot be read. CheckpointError: of ``work``.
     """
-    there = _mirrored(address)
-    return there if _last_step(there) > step else None
-
-
-def _mirrored(address: str) -> Path:
     from yolofleet.storage.mirror import local_path  # only runs at an address need it
 
-    return local_path(f"{address}/", "--resume", may_change=True)
+    def listed() -> Path:
+        return local_path(f"{address}/", "--resume", may_change=True)
+
+    try:
+        work(listed())
+    except (NotAsListed, CheckpointError):
+        work(listed())
 
 
 def _copy(there: Path, run: Path, names: Iterable[str]) -> None:

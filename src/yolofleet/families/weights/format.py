@@ -21,6 +21,7 @@ from torch import Tensor
 
 from yolofleet.storage.atomic import write_atomically
 from yolofleet.storage.foreign import read_foreign, reading
+from yolofleet.storage.shards import NotAsListed
 from yolofleet.support.errors import CheckpointError, NumericsError
 from yolofleet.support.text import screen_line
 
@@ -128,9 +129,18 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a regular file. Raise CheckpointError if it is missing, cannot be read, or is no regular file."""
-    with reading(path, CheckpointError, "check the path"):
-        return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
+    """Return the content of a regular file.
+
+    Raises:
+        CheckpointError: it is missing, cannot be read, or is no regular file; or it is an object that differs from the list
+            of its store, like a damaged file.
+        StorageError: the store of the file does not answer.
+    """
+    try:
+        with reading(path, CheckpointError, "check the path"):
+            return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
+    except NotAsListed as problem:
+        raise CheckpointError(problem.what) from None
 
 
 def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
