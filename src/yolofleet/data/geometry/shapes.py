@@ -42,7 +42,8 @@ class Shapes(Table):
     @classmethod
     def of_image(cls, classes: np.ndarray, boxes: np.ndarray) -> Self:
         """Return the labels of one image."""
-        return cls(np.zeros(len(classes), np.int64), classes.astype(np.int64), boxes.astype(np.float32))
+        typed = classes.astype(np.int64, copy=False), boxes.astype(np.float32, copy=False)
+        return cls(np.zeros(len(classes), np.int64), *typed)
 
     @classmethod
     def of_images(cls, parts: Sequence[Self]) -> Self:
@@ -90,12 +91,14 @@ class Shapes(Table):
         before = np.concatenate([centre - half, centre + half], axis=1)
         _limit(before, 0, view.canvas_px)
         after = _map_boxes(before, view)
-        hidden = (view.output_px - np.array(view.shown_hw[::-1] * 2)) / 2  # [4] on the left, at the top, ...
+        hidden = (view.output_px - _sides_of(view)) / 2  # on the left, at the top, ...
         _limit(after, hidden, view.output_px - hidden)
 
-        sides = after[:, 2:] - after[:, :2]  # [n, 2]
-        area_before = ((before[:, 2:] - before[:, :2]) * view.scale).prod(axis=1)
-        shorter, longer = sides.min(axis=1), sides.max(axis=1)
+        # two columns by a ufunc take a third of the time of a reduction
+        width, height = (after[:, 2:] - after[:, :2]).T
+        width_before, height_before = ((before[:, 2:] - before[:, :2]) * view.scale).T
+        area_before = width_before * height_before
+        shorter, longer = np.minimum(width, height), np.maximum(width, height)
         keep = (
             (shorter > SMALLEST_SIDE_PX)
             & (shorter * longer > SMALLEST_AREA_LEFT * area_before)
@@ -122,6 +125,12 @@ def _limit(boxes: np.ndarray, low: float | np.ndarray, high: float | np.ndarray)
     np.minimum(boxes, high, out=boxes)
 
 
+def _sides_of(view: View) -> float | np.ndarray:
+    """Return width, height, width, height of the shown part, float64 [4]; of a square one number, which takes less time."""
+    height, width = view.shown_hw
+    return float(width) if width == height else np.array([width, height] * 2, np.float64)
+
+
 def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
     """Return the boxes around the four mapped corners of each box: [n, 4] -> [n, 4]."""
     matrix = view.to_output
@@ -145,10 +154,10 @@ def _flipped(corners_px: np.ndarray, side: int, look: Look) -> np.ndarray:
 
 def _fractions(corners_px: np.ndarray, view: View) -> np.ndarray:
     """Return [n, 4] cx, cy, w, h as fractions of the shown part of the output, with centres below 1."""
-    height, width = view.shown_hw
-    sides = np.array([width, height, width, height])
-    most, sides = (sides - 1e-3).astype(np.float32), sides.astype(np.float32)
-    boxes = np.minimum(np.maximum(corners_px - (view.output_px - sides) / 2, 0), most) / sides
+    sides = _sides_of(view)
+    boxes = (corners_px - (view.output_px - sides) / 2).astype(np.float32, copy=False)
+    _limit(boxes, 0, sides - 1e-3)
+    boxes /= sides
     result: np.ndarray = np.concatenate(
         [(boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]], axis=1
     )

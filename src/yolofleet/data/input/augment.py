@@ -74,7 +74,7 @@ class Scene(NamedTuple):
         """Return the labels of all tiles as the output shows them; ``none``: those of a scene without tiles."""
         counts = [len(tile.labels) for tile in self.tiles]
         places = [(*tile.image.shape[1::-1], tile.left, tile.top) for tile in self.tiles]
-        labels = none.joined([none, *(tile.labels for tile in self.tiles)])
+        labels = none.joined([tile.labels for tile in self.tiles] or [none])
         return labels.mapped(
             np.array(places, np.float64).reshape(-1, 4).repeat(counts, axis=0), self.view, look
         )
