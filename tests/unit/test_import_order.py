@@ -45,7 +45,16 @@ ROOMS = {  # in the order of imports; a module imports its own part and earlier 
     "inference": ("evaluate", "export", "predict"),
     "training": ("parallel", "", "rank"),
     "fleet": (
-        *("doctor", "hosts", "launch.next_action", "launch.schedulers", "launch", "launch.detached"),
+        *(
+            "strict",
+            "resources",
+            "doctor",
+            "hosts",
+            "launch.next_action",
+            "launch.schedulers",
+            "launch",
+            "launch.detached",
+        ),
         "plan",
     ),
     "measure": ("", "selftest", "tune"),

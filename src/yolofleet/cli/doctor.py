@@ -103,9 +103,9 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
 
     # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
     fleet = given_fleet(resolved, config.device.replace("auto", "cpu"))
-    from yolofleet.config.resources import resources_of
     from yolofleet.fleet.doctor.local import examine_here
     from yolofleet.fleet.launch.preflight import examine_fleet
+    from yolofleet.fleet.resources import resources_of
 
     if fleet is not None:
         port = config.port if resolved.is_given("port") else fleet.port

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from yolofleet.cli.commands import JSON, option, print_notes, verb
-from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import exit_code, print_findings
 from yolofleet.fleet.hosts.fleet import Fleet, named_fleet, parse_hosts
@@ -32,6 +31,7 @@ from yolofleet.fleet.launch.jobs_on_hosts import (
 )
 from yolofleet.fleet.launch.preflight import describe, examine_fleet, firewall_line
 from yolofleet.fleet.launch.run_on_hosts import run_command as run_on_hosts
+from yolofleet.fleet.resources import resources_of
 from yolofleet.runs.report.fleet_screen import FOLLOW_S, show_status
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import ClusterError, ConfigError

@@ -19,7 +19,6 @@ import yolofleet
 from yolofleet.cli import doctor as cli_doctor
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
-from yolofleet.config.resources import ResourceEstimate, estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import (
     LEVELS,
@@ -39,6 +38,7 @@ from yolofleet.fleet.hosts.agent_process import agent_environment
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import REASONS
 from yolofleet.fleet.launch.plan import NO_SUCH_GPU
+from yolofleet.fleet.resources import ResourceEstimate, estimate_of, resources_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.place import TORCHRUN
 

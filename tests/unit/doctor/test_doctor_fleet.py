@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from test_doctor import HEALTHY, LO, card
 
-from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
@@ -29,6 +28,7 @@ from yolofleet.fleet.doctor.hosts import broken_ways, examine
 from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.fleet.hosts.remote import Refused
 from yolofleet.fleet.launch.preflight import folder_problem
+from yolofleet.fleet.resources import RunResources, resources_of
 from yolofleet.support.errors import ClusterError
 
 CPU = resources_of(TrainConfig(device="cpu", img=64, batch=4))

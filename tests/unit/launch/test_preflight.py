@@ -18,13 +18,13 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_val
-from yolofleet.config.resources import estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import Host, parse_hosts
 from yolofleet.fleet.hosts.remote import Refused, Remote
 from yolofleet.fleet.hosts.requests import hash_files
 from yolofleet.fleet.launch.preflight import Meeting, enter_folders, files, firewall_line, free_port, inspect
+from yolofleet.fleet.resources import estimate_of, resources_of
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.system.signals import handling
 

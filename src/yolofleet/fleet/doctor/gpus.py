@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from yolofleet.config.resources import ResourceEstimate
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.host_facts import Gpus, HostFacts
+from yolofleet.fleet.resources import ResourceEstimate
 from yolofleet.support.device_names import MIG_INSTEAD, mig_reason
 from yolofleet.support.text import size_text
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from yolofleet.config.strict import HERE
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.host_facts import DataAnswer, HostFacts, Measured, Summed
 from yolofleet.fleet.doctor.network import Endpoint
+from yolofleet.fleet.strict import HERE
 
 CLOCK_SKEW_S = 2.0
 

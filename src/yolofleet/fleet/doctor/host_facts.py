@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from yolofleet.config.strict import (
+from yolofleet.fleet.strict import (
     MOST,
     MOST_ITEMS,
     Few,

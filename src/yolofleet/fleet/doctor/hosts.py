@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from yolofleet.config.resources import RunResources, by_number
 from yolofleet.fleet.doctor.examination import Examination, Peer
 from yolofleet.fleet.doctor.findings import Finding, Level, finding
 from yolofleet.fleet.doctor.host_differences import (
@@ -39,6 +38,7 @@ from yolofleet.fleet.doctor.network import (
     judge_way,
     network_of,
 )
+from yolofleet.fleet.resources import RunResources, by_number
 
 LISTEN_S = 60.0
 CLOCK_READINGS = 3

@@ -11,13 +11,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from yolofleet.config.resources import ResourceEstimate, RunResources, by_number, estimate_of
-from yolofleet.config.strict import HERE
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.gpus import judge_gpus
 from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
 from yolofleet.fleet.doctor.machine_facts import all_facts
 from yolofleet.fleet.doctor.network import judge_network, matches
+from yolofleet.fleet.resources import ResourceEstimate, RunResources, by_number, estimate_of
+from yolofleet.fleet.strict import HERE
 from yolofleet.support.place import TORCHRUN
 from yolofleet.support.text import size_text
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from yolofleet.config.strict import MOST_ITEMS, Few, FromList, Model, Number, PathText, Text, Whole, text
 from yolofleet.fleet.hosts.wire_protocol import MOST_MESSAGE_BYTES
+from yolofleet.fleet.strict import MOST_ITEMS, Few, FromList, Model, Number, PathText, Text, Whole, text
 
 MOST_RANKS = 100_000
 MOST_FILES = 1_000_000  # of a run's folder: a validation writes one for each image

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_without_validation
 from yolofleet.config.resolve import Resolved, with_values
-from yolofleet.config.resources import resources_of
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.data.datasets.built_in import is_no_dataset
 from yolofleet.fleet.launch.machines import RunPlan, fleet_of
+from yolofleet.fleet.resources import resources_of
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.device_names import ALL, NO_GPU, numbered, processes_of
 from yolofleet.support.errors import ClusterError, ConfigError

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.gpus import visible_gpus
@@ -25,6 +24,7 @@ from yolofleet.fleet.hosts.remote import Refused, Remote, logged_in
 from yolofleet.fleet.hosts.requests import hash_files, packed
 from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.fleet.launch.machines import RunPlan, files_read, shares_of
+from yolofleet.fleet.resources import RunResources, resources_of
 from yolofleet.support.device_names import ALL, numbered
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.text import inform, quoted

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resources import RunResources
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.lease import LEASE_LOST
@@ -25,6 +24,7 @@ from yolofleet.fleet.launch.folders import Folders
 from yolofleet.fleet.launch.machines import RunPlan, resume_options
 from yolofleet.fleet.launch.preflight import check, checked, enter_folders, inspect
 from yolofleet.fleet.launch.watch import Watch
+from yolofleet.fleet.resources import RunResources
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.storage.atomic import write_bytes, write_unsynced
