@@ -25,13 +25,13 @@ from yolofleet.cli.api import Model
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import TrainConfig, flag_of
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.fleet.launch.plan import plan_run, start
+from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import ConfigError
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ import pytest
 from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
 from mask_data import small_masks
 
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.storage.yaml_lines import read_yaml
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
 NETWORKS = [

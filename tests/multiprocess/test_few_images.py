@@ -13,7 +13,7 @@ from commands import DEADLINE_S, called, results, small_shapes, started, wait_un
 from safetensors.numpy import load_file
 from small_files import TINY_YAML
 
-from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.storage.yaml_lines import read_yaml
 
 RUN = ["--img", "64", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
 DATA = ["--data", "set/data.yaml", "--cfg", "tiny.yaml"]

@@ -12,7 +12,7 @@ import pytest
 from commands import DEADLINE_S, called, results, small_shapes, started, working_in, yolofleet
 from small_files import TINY_YAML
 
-from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.system.proc import descendants, rank_of
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from yolofleet.config import yaml_lines
 from yolofleet.data.datasets import archive, labelme, reader, vocxml, yolotxt
 from yolofleet.data.geometry import tiles
 from yolofleet.data.images import decode, header
@@ -28,7 +27,7 @@ from yolofleet.inference.export.runtime import open_exported
 from yolofleet.measure.tune import study
 from yolofleet.runs.board import runs as board
 from yolofleet.runs.report import history, results
-from yolofleet.storage import object_store, shards
+from yolofleet.storage import object_store, shards, yaml_lines
 from yolofleet.support.errors import YolofleetError
 
 ROOT = Path(__file__).resolve().parents[2]

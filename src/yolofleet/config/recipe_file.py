@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, Sourced
-from yolofleet.config.yaml_lines import read_scalar, read_yaml
+from yolofleet.storage.yaml_lines import read_scalar, read_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 

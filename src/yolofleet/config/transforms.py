@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.config.yaml_lines import read_scalar
+from yolofleet.storage.yaml_lines import read_scalar
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 

@@ -30,11 +30,11 @@ from yolofleet.config.schema.verbs import (
     PredictConfig,
     SelftestConfig,
 )
-from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
+from yolofleet.storage.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.support.errors import ConfigError
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}

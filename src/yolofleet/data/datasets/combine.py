@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.check import same_images
 from yolofleet.data.datasets.convert import Progress, check_free, distinct, noted_index
 from yolofleet.data.datasets.divide import (
@@ -41,6 +40,7 @@ from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.data.datasets.writers import below_common_folder, write_coco, write_lines
 from yolofleet.storage.atomic import whole_folder, writing
 from yolofleet.storage.caches import is_cached
+from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.support.text import listed, quoted, screen_line, shown
 

@@ -21,7 +21,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets import cocojson
 from yolofleet.data.datasets.check import cancelled_early
 from yolofleet.data.datasets.cocotable import order_of_ids
@@ -45,6 +44,7 @@ from yolofleet.data.datasets.writers import (
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles
 from yolofleet.storage.atomic import whole_folder
+from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.text import nearest, shown
 

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.reader import is_in_main, is_inside, is_list_of_pairs, lists_of, spellings
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, source_of_file, with_class_names
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, screen_line, shown
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from yolofleet import __version__
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.built_in import (
     BUILT_IN,
     YAML,
@@ -32,6 +31,7 @@ from yolofleet.data.datasets.description import read_description
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, source_of_file
 from yolofleet.storage.atomic import storage_error, whole_folder
 from yolofleet.storage.caches import INDEX, cache_folder
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, nearest
 

@@ -14,8 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.networks.checked import Checker, known_names, short
+from yolofleet.storage.yaml_lines import read_yaml
 
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 MAX_ROWS = 300

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, setting
-from yolofleet.config.yaml_lines import Located, read_yaml
+from yolofleet.storage.yaml_lines import Located, read_yaml
 from yolofleet.support.device_names import ALL, MOST_PROCESSES, numbered, plain_device, processes_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown

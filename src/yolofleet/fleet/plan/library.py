@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.networks.description import describe
 from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 

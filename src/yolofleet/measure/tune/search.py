@@ -26,7 +26,6 @@ from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.schema.measure import TuneConfig
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.sources import is_generated, load_dataset
 from yolofleet.data.input.cache import shared_memory
 from yolofleet.families.family import Family
@@ -54,6 +53,7 @@ from yolofleet.measure.tune.trials import (
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import make_folder, write_text
+from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import ConfigError, NumericsError, Stopped
 from yolofleet.support.system.signals import handling, request_name
 from yolofleet.support.terminal import duration

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from yolofleet.config.recipe import DEFAULT_RECIPE, family_files, no_such
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.family import Family
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 

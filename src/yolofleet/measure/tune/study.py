@@ -19,12 +19,12 @@ from typing import Any, Literal, cast
 
 from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.measure.tune.space import Choices, Range, Space, Value
 from yolofleet.runs.report.folder import Inside, RunFolder
 from yolofleet.runs.report.results import read_rows
 from yolofleet.storage.atomic import write_bytes, write_csv, write_json, write_text
 from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, install_hint
 from yolofleet.support.random_numbers import generator
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Frozen
-from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError, DataError, NumericsError
 from yolofleet.support.text import shown
 
