@@ -14,7 +14,7 @@ from pages import PAGES, README, ROOT, links_of
 import yolofleet
 from yolofleet.cli.app import APP, INTERRUPTED
 from yolofleet.cli.commands import Verbs
-from yolofleet.config.spellings import SPELLINGS
+from yolofleet.config.words.spellings import SPELLINGS
 from yolofleet.support import errors
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

@@ -17,10 +17,10 @@ from commands import called
 
 import yolofleet
 from yolofleet.cli.app import APP
-from yolofleet.config.earlier import EARLIER
 from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.schema import Frozen, flag_of, may_be_in_files, rules_of
-from yolofleet.config.spellings import SPELLINGS
+from yolofleet.config.words.earlier import EARLIER
+from yolofleet.config.words.spellings import SPELLINGS
 from yolofleet.data.datasets.labels import KINDS
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.table import FAMILIES

@@ -176,7 +176,7 @@ def run(argv: Sequence[str]) -> int:
         if asked := os.environ.get(COMPLETE):
             return complete(APP, asked)
         if argv and argv[0] in LAUNCHERS:
-            from yolofleet.config.paddle import command_of
+            from yolofleet.config.words.paddle import command_of
 
             argv, notes = command_of(argv)
             print_notes(notes)

@@ -134,9 +134,9 @@ class Verbs(click.Group):
         command = self.get_command(ctx, args[0])
         if command is not None:
             return args[0], command, args[1:]
-        from yolofleet.config.aliases import in_our_words
-        from yolofleet.config.spellings import TASKS, VERBS
-        from yolofleet.config.words import instead_of
+        from yolofleet.config.words.aliases import in_our_words
+        from yolofleet.config.words.spellings import TASKS, VERBS
+        from yolofleet.config.words.unknown import instead_of
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)
         hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"
@@ -208,7 +208,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # an incomplete line: it may end before the value of an option
             return super().parse_args(ctx, args)
-        from yolofleet.config.aliases import Verb, rewrite
+        from yolofleet.config.words.aliases import Verb, rewrite
 
         path, typed = (
             text.removeprefix("yolofleet ")
@@ -290,8 +290,8 @@ class SchemaCommand(Command):
         others: dict[str, click.Option] = {}
         has_earlier = extra.get("spelled_as", name) == "train"
         if has_earlier:
-            from yolofleet.config.earlier import EARLIER
             from yolofleet.config.schema import TrainConfig
+            from yolofleet.config.words.earlier import EARLIER
 
             others = {setting: _option(setting, field) for setting, field in TrainConfig.model_fields.items()}
             others = {setting: other for setting, other in others.items() if setting not in options}
@@ -300,8 +300,8 @@ class SchemaCommand(Command):
                 owner[setting] = _earlier_option(setting, is_switch=isinstance(row.default, bool))
 
         def callback(**values: Any) -> int:
-            from yolofleet.config.earlier import in_todays_words
             from yolofleet.config.resolve import COMMAND_LINE, layer_of
+            from yolofleet.config.words.earlier import in_todays_words
 
             set_quiet(bool(values.get("quiet")) or is_quiet())
             typed = {name: value for name, value in values.items() if name in options}

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from yolofleet import __version__
-from yolofleet.config.earlier import in_todays_words, of_validation
 from yolofleet.config.recipe import given_recipe, is_hyperparameter
 from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.words.earlier import in_todays_words, of_validation
 from yolofleet.storage.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown

@@ -25,7 +25,6 @@ from yolofleet.config.checks import (
     check_val,
 )
 from yolofleet.config.decide import with_references
-from yolofleet.config.earlier import in_todays_words, of_validation
 from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import (
@@ -48,6 +47,7 @@ from yolofleet.config.schema.verbs import (
     PredictConfig,
     SelftestConfig,
 )
+from yolofleet.config.words.earlier import in_todays_words, of_validation
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve, with_values
 from yolofleet.config.schema import GivenRecipe, Recipe
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import Family, load
 from yolofleet.families.table import BUILT_IN, FAMILIES, owners
 from yolofleet.storage.yaml_lines import read_yaml

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.schema import AUTO, Recipe, TrainConfig, choices_of, flag_of
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from yolofleet.config.earlier import fingerprint_of_today
 from yolofleet.config.job import load_config_yaml
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.words.earlier import fingerprint_of_today
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.format import decode_tensors, read_whole

@@ -21,7 +21,7 @@ from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.config.schema.verbs import PredictConfig
-from yolofleet.config.spellings import SPELLINGS
+from yolofleet.config.words.spellings import SPELLINGS
 
 pytestmark = pytest.mark.long
 

@@ -10,12 +10,12 @@ import pytest
 from reference import parity
 
 from yolofleet.cli.commands import SchemaCommand
-from yolofleet.config.aliases import rewrite
-from yolofleet.config.earlier import EARLIER
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig, ValConfig, flag_of
 from yolofleet.config.schema.verbs import ExportConfig, PredictConfig
-from yolofleet.config.spellings import SPELLINGS
+from yolofleet.config.words.aliases import rewrite
+from yolofleet.config.words.earlier import EARLIER
+from yolofleet.config.words.spellings import SPELLINGS
 from yolofleet.support.errors import ConfigError
 
 MODELS: dict[str, type[Frozen]] = {

@@ -19,7 +19,7 @@ from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Command, SchemaCommand, Verbs
 from yolofleet.config.recipe import is_hyperparameter
 from yolofleet.config.resolve import Sourced, resolve
-from yolofleet.config.spellings import FROM_LAUNCHER, SPELLINGS
+from yolofleet.config.words.spellings import FROM_LAUNCHER, SPELLINGS
 from yolofleet.support.errors import ConfigError
 
 SOURCES = Path(str(yolofleet.__file__)).parent

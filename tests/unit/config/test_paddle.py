@@ -8,9 +8,9 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_train
-from yolofleet.config.paddle import command_of
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.words.paddle import command_of
 from yolofleet.fleet.launch.machines import START_PORT, fleet_of
 from yolofleet.support.errors import ConfigError
 

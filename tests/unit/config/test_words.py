@@ -11,13 +11,13 @@ from commands import Outcome, called
 
 import yolofleet
 from yolofleet import Model
-from yolofleet.config.aliases import rewrite
-from yolofleet.config.earlier import EARLIER
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import TrainConfig
 from yolofleet.config.schema.verbs import PredictConfig
-from yolofleet.config.spellings import SPELLINGS
-from yolofleet.config.words import WORDS, instead_of
+from yolofleet.config.words.aliases import rewrite
+from yolofleet.config.words.earlier import EARLIER
+from yolofleet.config.words.spellings import SPELLINGS
+from yolofleet.config.words.unknown import WORDS, instead_of
 from yolofleet.families.build import build_model
 from yolofleet.families.family import load
 from yolofleet.families.networks.description import describe

@@ -1,7 +1,7 @@
 """Every setting of every command, declared once: name, type, default, unit and help.
 
 ``cli/`` generates the command line from these models. ``load.py`` merges the values, freezes and stores them.
-``aliases.py`` has the flags of other programs. This package does not import torch.
+``words/`` has the flags of other programs. This package does not import torch.
 
 The names below are those of a training and its validation, which every rank needs. The settings of other verbs are in
 ``measure.py`` and ``verbs.py``, and the ranks of a training do not import them.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import load
 from yolofleet.families.networks.checked import known_names, short
 from yolofleet.families.table import FAMILIES

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import load
 from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.storage.atomic import write_text

@@ -20,7 +20,7 @@ import torch
 from yolofleet.config.checks import check_suppression
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema.verbs import PredictConfig
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.families.networks.combined import CombinedNetwork, inference_network

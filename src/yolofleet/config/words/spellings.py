@@ -87,13 +87,13 @@ def _task(values: list[str]) -> list[str]:
 
 
 def _paddle_config(values: list[str]) -> list[str]:
-    from yolofleet.config.paddle import arguments_of_config  # few commands need it
+    from yolofleet.config.words.paddle import arguments_of_config  # few commands need it
 
     return arguments_of_config(values)
 
 
 def _paddle_values(values: list[str]) -> list[str]:
-    from yolofleet.config.paddle import arguments_of_values
+    from yolofleet.config.words.paddle import arguments_of_values
 
     return arguments_of_values(values)
 

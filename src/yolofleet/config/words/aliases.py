@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from yolofleet.config.spellings import FROM_LAUNCHER, OFF, ON, SPELLINGS, Spelling, Values
-from yolofleet.config.words import instead_of
+from yolofleet.config.words.spellings import FROM_LAUNCHER, OFF, ON, SPELLINGS, Spelling, Values
+from yolofleet.config.words.unknown import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import nearest, shown
 
