@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from yolofleet.config.words.earlier import EARLIER, of_today
 from yolofleet.config.resolve import COMMAND_LINE
 from yolofleet.config.schema import Recipe
+from yolofleet.config.words.earlier import EARLIER, of_today
 from yolofleet.config.words.spellings import FLEETRUN, MACHINES, SPELLINGS
 from yolofleet.families.table import FAMILIES
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from small_data import picture, write_picture
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
+from yolofleet.config.stored.job import dump_config
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.evaluate.figures import shared_sample, write_figures

@@ -15,7 +15,7 @@ from miniature import Accelerator
 from test_runs import settings as whole_run  # noqa: F401  (a fixture)
 
 from yolofleet import Model
-from yolofleet.config.job import load_config_yaml
+from yolofleet.config.stored.job import load_config_yaml
 from yolofleet.support.errors import ConfigError
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
 
-from yolofleet.config.job import load_job
+from yolofleet.config.stored.job import load_job
 
 TOY = Path(__file__).resolve().parents[1] / "toy_family" / "toy.py"
 CODE = ["--recipe-class", "toy.py:Toy"]

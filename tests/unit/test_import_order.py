@@ -17,8 +17,8 @@ from commands import DEADLINE_S, environment, free_port
 from small_files import TINY
 
 import yolofleet
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
+from yolofleet.config.stored.job import dump_config
 from yolofleet.families.table import FAMILIES
 
 SOURCE = Path(yolofleet.__file__).resolve().parent

@@ -7,7 +7,7 @@ Start reading in ``load.py``, which builds the settings of a command. In the ord
    commands of PaddleDetection; ``earlier.py`` has the settings of earlier versions, ``unknown.py`` hints for others' words.
 3. ``resolve.py`` merges the layers, ``recipe.py`` the hyperparameters, and ``decide.py`` says what a run does with both.
 4. ``checks.py`` refuses what cannot work together; ``loggers.py``, ``transforms.py`` and ``user_code.py`` check one setting each.
-5. ``job.py`` writes and reads ``config.yaml``; ``resume.py`` and ``resume_study.py`` merge it with a new command.
+5. ``stored/``: ``job.py`` writes and reads ``config.yaml``; ``resume.py`` and ``resume_study.py`` merge it with a new command.
 
 It imports ``support``, and the list of families.
 """

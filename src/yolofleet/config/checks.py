@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from yolofleet.config.decide import check_micro_batch
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
-from yolofleet.config.resume import check_writable
 from yolofleet.config.schema import (
     Recipe,
     TrainConfig,
@@ -20,6 +19,7 @@ from yolofleet.config.schema import (
     rules_of,
 )
 from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
+from yolofleet.config.stored.resume import check_writable
 from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, quoted, shown

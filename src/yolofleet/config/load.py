@@ -1,7 +1,7 @@
 """Build the settings of a command from defaults, configuration file and command line; write and read ``config.yaml``.
 
 The command line overrides the file, and the file overrides the defaults. A resumed run starts from its own
-``config.yaml`` instead of the defaults (``resume.py``).
+``config.yaml`` instead of the defaults (``stored/resume.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from yolofleet.config.checks import (
     check_val,
 )
 from yolofleet.config.decide import with_references
-from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import (
     COMMAND_LINE,
@@ -37,7 +36,6 @@ from yolofleet.config.resolve import (
     resolve,
     training_of,
 )
-from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, WorkloadSettings, flag_of, may_be_in_files
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.config.schema.verbs import (
@@ -47,6 +45,8 @@ from yolofleet.config.schema.verbs import (
     PredictConfig,
     SelftestConfig,
 )
+from yolofleet.config.stored.job import RECIPE, load_config_yaml, load_job, read_file
+from yolofleet.config.stored.resume import continue_run, find_run
 from yolofleet.config.words.earlier import in_todays_words, of_validation
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
@@ -146,7 +146,7 @@ def resolve_tune(
             hint="leave out --config",
         )
     from yolofleet.config.loggers import check_loggers
-    from yolofleet.config.resume_study import continue_study, find_study
+    from yolofleet.config.stored.resume_study import continue_study, find_study
 
     command, _, notes = in_todays_words(layer_of(given, source))
     asked = resolve(TuneConfig, [command], notes)

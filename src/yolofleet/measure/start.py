@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, may_be_in_files
 from yolofleet.config.schema.measure import BenchStartConfig
+from yolofleet.config.stored.job import dump_config
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_events
 from yolofleet.storage.atomic import write_text

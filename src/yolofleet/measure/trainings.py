@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
+from yolofleet.config.stored.job import dump_config
 from yolofleet.fleet.hosts.agent_process import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.folder import RunFolder

@@ -1,6 +1,6 @@
 """Continue a run at the step where a checkpoint was made, on any fleet.
 
-``runs/checkpoint/store.py`` has the order in which it tries checkpoints, ``config/resume.py`` the settings that a user may
+``runs/checkpoint/store.py`` has the order in which it tries checkpoints, ``config/stored/resume.py`` the settings that a user may
 change. This module sends the state to every rank and refuses the state of another run.
 """
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from yolofleet.config.job import load_config_yaml
-from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.stored.job import load_config_yaml
+from yolofleet.config.stored.resume_options import is_address
 from yolofleet.config.words.earlier import fingerprint_of_today
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.table import FAMILIES

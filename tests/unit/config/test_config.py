@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from yolofleet.cli.train import decided_here
 from yolofleet.config.decide import decide
-from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
 from yolofleet.config.resolve import layer_of, resolve
@@ -30,6 +29,7 @@ from yolofleet.config.schema.verbs import (
     PredictConfig,
     SelftestConfig,
 )
+from yolofleet.config.stored.job import dump_config, load_config_yaml, load_job
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from yolofleet.config.decide import Decided, decide
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import recipe_names
 from yolofleet.config.schema import default_micro_batch, step_images_of
+from yolofleet.config.stored.job import dump_config
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from yolofleet.cli.commands import SchemaCommand
-from yolofleet.config.job import dump_config, load_config_yaml
 from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.stored.job import dump_config, load_config_yaml
 from yolofleet.config.words.earlier import EARLIER, fingerprint_of_today, of_today
 from yolofleet.support.errors import ConfigError
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import (
     resolve_bench,
     resolve_doctor,
@@ -24,6 +23,7 @@ from yolofleet.config.load import (
 )
 from yolofleet.config.schema import TrainConfig, ValConfig, may_be_in_files, verbs
 from yolofleet.config.schema.measure import BenchScalingConfig, BenchStartConfig, BenchTrainConfig, TuneConfig
+from yolofleet.config.stored.job import dump_config
 from yolofleet.fleet.launch.machines import fleet_of
 from yolofleet.support.errors import ConfigError
 

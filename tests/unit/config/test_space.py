@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import Recipe
+from yolofleet.config.stored.job import dump_config
 from yolofleet.families.table import FAMILIES
 from yolofleet.measure.tune.space import Choices, Range, default_space, read_space
 from yolofleet.support.errors import ConfigError

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from yaml import safe_load
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import FIRST_START
+from yolofleet.config.stored.job import dump_config
 from yolofleet.support.errors import ConfigError
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")

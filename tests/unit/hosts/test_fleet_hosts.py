@@ -17,9 +17,9 @@ from small_files import FLEET_FILE
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
 from yolofleet.config.decide import Decided
-from yolofleet.config.job import load_job
 from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
+from yolofleet.config.stored.job import load_job
 from yolofleet.fleet.hosts.endings import Ending, print_cause
 from yolofleet.fleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.fleet.hosts.messages import Exit, LastWords, answer_of

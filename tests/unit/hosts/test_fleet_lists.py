@@ -35,7 +35,7 @@ def test_the_doctor_does_not_examine_this_machine_instead() -> None:
 
 
 def test_an_empty_setting_of_a_stored_run_is_a_default(tmp_path: Path) -> None:
-    from yolofleet.config.job import dump_config, load_job
+    from yolofleet.config.stored.job import dump_config, load_job
 
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(*resolve_train(TRAIN)))

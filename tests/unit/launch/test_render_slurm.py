@@ -361,7 +361,7 @@ def test_processes_of_a_node() -> None:
 def test_a_run_that_is_continued_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-00000001.safetensors").touch()
-    from yolofleet.config.job import dump_config
+    from yolofleet.config.stored.job import dump_config
 
     (tmp_path / "config.yaml").write_text(dump_config(*resolve_train({"data": "shapes", "model": "yolov5n"})))
     text = script("resume", str(tmp_path))

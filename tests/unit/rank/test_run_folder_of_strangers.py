@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 from run_events import read_events
 
-from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.stored.resume import find_run
 from yolofleet.fleet.hosts.endings import last_words
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.messages import answer_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from yolofleet.config import loggers
-from yolofleet.config.job import dump_config, load_config_yaml
 from yolofleet.config.load import resolve_train, resolve_tune
-from yolofleet.config.resume_study import STUDY
+from yolofleet.config.stored.job import dump_config, load_config_yaml
+from yolofleet.config.stored.resume_study import STUDY
 from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.runs.loggers.loggers import LoggedRun
 from yolofleet.support.errors import ConfigError

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.resolve import training_of
-from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.stored.job import dump_config
+from yolofleet.config.stored.resume_options import options_to_repeat
 from yolofleet.families.family import Family
 from yolofleet.families.table import FAMILIES
 from yolofleet.fleet.launch.machines import resume_options

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
+from yolofleet.config.stored.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.machines import RunPlan

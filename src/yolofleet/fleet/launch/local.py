@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.job import dump_config
-from yolofleet.config.resume_options import options_to_repeat
+from yolofleet.config.stored.job import dump_config
+from yolofleet.config.stored.resume_options import options_to_repeat
 from yolofleet.fleet.hosts.agent_process import (
     AGENT_MODULE,
     JobSpec,

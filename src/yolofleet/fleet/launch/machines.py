@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
-from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import DEFAULT, Resolved, with_values
-from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.stored.job import dump_config
+from yolofleet.config.stored.resume_options import options_to_repeat
 from yolofleet.runs.report.folder import RunFolder, new_folder
 from yolofleet.support.device_names import ALL, processes_of
 from yolofleet.support.errors import ConfigError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_without_validation
 from yolofleet.config.resolve import Resolved, with_values
-from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.stored.resume_options import is_address
 from yolofleet.data.datasets.built_in import is_no_dataset
 from yolofleet.fleet.launch.machines import RunPlan, fleet_of
 from yolofleet.fleet.resources import resources_of
@@ -52,7 +52,7 @@ def plan_run(
         settings = config.value
     check_shares(settings, fleet)
     processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
-    # config/resume.py has found it; a run that an address keeps goes on in a new folder
+    # config/stored/resume.py has found it; a run that an address keeps goes on in a new folder
     resumed = Path(settings.resume) if settings.resume and not is_address(settings.resume) else None
     if resumed is not None and not resumed.is_dir():
         resumed = resumed.parent.parent  # of a checkpoint

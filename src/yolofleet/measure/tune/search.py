@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.recipe import recipe_of
 from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.stored.job import dump_config
+from yolofleet.config.stored.resume_options import options_to_repeat
 from yolofleet.data.datasets.sources import is_generated, load_dataset
 from yolofleet.data.input.cache import shared_memory
 from yolofleet.families.family import Family

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
+from yolofleet.config.stored.resume_study import STUDY
 from yolofleet.measure.tune.space import Choices, Range, Space, Value
 from yolofleet.runs.report.folder import Inside, RunFolder
 from yolofleet.runs.report.results import read_rows

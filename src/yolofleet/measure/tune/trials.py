@@ -18,9 +18,9 @@ from itertools import groupby
 from pathlib import Path
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.config.schema import RunSettings, flag_of, may_be_in_files, rules_of
 from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.stored.resume import CHECKPOINTS, ELSEWHERE
 from yolofleet.measure.tune.space import Value
 from yolofleet.runs.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.runs.report.history import judgement_of, metrics_of

@@ -85,7 +85,7 @@ class RunFolder:
         is_new: :meth:`create` has created it in this process, so it has no files of other runs.
         is_of_run: False: the states that this disk has here are of another run.
         attempt: under a user's torchrun, what identifies this attempt; see ``training/rank/users_torchrun_restarts.py``.
-        resume_options: of the command that resumes the run; see ``config.resume.options_to_repeat``.
+        resume_options: of the command that resumes the run; see ``config.stored.resume_options``.
         new_parents: folders around it that :meth:`create` has created, the innermost first.
     """
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yolofleet.config.job import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.stored.job import load_job
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import MAX_BYTES, MOST_COLUMNS, OF_BOXES, Judgement, number, read_rows

@@ -14,8 +14,8 @@ from functools import partial
 from queue import Empty, Queue
 
 from yolofleet.config.resolve import FIRST_START, Resolved
-from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.stored.resume_options import is_address
 from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, RunFolder

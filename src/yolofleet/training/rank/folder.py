@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.stored.job import dump_config
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, Owner, RunFolder, new_folder
 from yolofleet.storage.atomic import exclusive, remove_leftovers, storage_error, write_text

@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.job import load_job, verb_of
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.stored.job import load_job, verb_of
+from yolofleet.config.stored.resume_options import options_to_repeat
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import open_append, write_text

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from yolofleet.config.job import dump_config
+from yolofleet.config.stored.job import dump_config
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.messages import LeaseThere
 from yolofleet.fleet.hosts.remote import Remote, logged_in

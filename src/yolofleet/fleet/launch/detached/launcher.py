@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from yolofleet.config.job import Job, load_job
+from yolofleet.config.stored.job import Job, load_job
 from yolofleet.fleet.hosts.lease import NOT_BEGUN
 from yolofleet.fleet.launch.lease_renewal import SUPERVISION, LeaseLost, Supervision
 from yolofleet.fleet.launch.machines import RunPlan

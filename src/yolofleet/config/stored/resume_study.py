@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from yolofleet.config.resolve import Resolved, with_values
-from yolofleet.config.resume import Owner, continued, saved_at_ns
 from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.stored.resume import Owner, continued, saved_at_ns
 from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown

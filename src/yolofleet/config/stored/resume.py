@@ -16,8 +16,8 @@ from yolofleet.config.decide import OF_IMAGES
 from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.recipe import is_listed
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved, value_text
-from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, RunSettings, TrainConfig, flag_of, may_be_in_files, rules_of
+from yolofleet.config.stored.resume_options import is_address
 from yolofleet.storage.foreign import check_links, read_foreign_text
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, quoted, shown
