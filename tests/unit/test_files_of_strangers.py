@@ -61,7 +61,7 @@ MAY_OPEN = {
     "fleet/launch/returns.py:_log_in": "the same",
     "runs/checkpoint/restart_store.py:__init__": "files in memory of the launcher, which named them",
     "training/parallel/torchrun_agent.py:_make_socket_folder": "folders in the temporary folder of yolofleet itself",
-    "inference/predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
+    "inference/predict/frames.py:video_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 
 

@@ -212,7 +212,7 @@ class Model:
         """Return the boxes of all images of ``source``; for long videos use :meth:`stream`.
 
         Args:
-            source: a source of ``yolofleet predict``, a picture in memory (:func:`yolofleet.inference.predict.sources.pixels_of`), or
+            source: a source of ``yolofleet predict``, a picture in memory (:func:`yolofleet.inference.predict.pictures.pixels_of`), or
                 a list of these.
             settings: of ``yolofleet predict``. Files are written only if a setting asks for it: ``save="images"``,
                 ``save_txt=True``, ... ``img`` is the size in training by default.

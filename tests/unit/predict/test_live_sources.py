@@ -16,7 +16,8 @@ from small_weights import saved, untrained
 
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema.verbs import PredictConfig
-from yolofleet.inference.predict import sources
+from yolofleet.inference.predict import frames as reading
+from yolofleet.inference.predict import pictures, sources
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.inference.predict.sources import Source, hint_for
 from yolofleet.storage.request import Refused, open_url
@@ -88,13 +89,13 @@ def test_a_redirect_to_a_file_and_a_picture_that_is_too_large_are_problems(serve
     for address in ("/away.png", "/away"):
         source = Source(server + address, is_argument=True)
         assert list(source) == [] and "not allowed" in source.problems[0]
-    monkeypatch.setattr(sources, "MAX_PICTURE_BYTES", 10)
+    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 10)
     source = Source(f"{server}/a.png", is_argument=True)
     assert list(source) == [] and "has more than" in source.problems[0]
 
 
 def test_a_stream_without_a_server_is_a_problem(monkeypatch):
-    monkeypatch.setattr(sources, "WAIT_MS", 2000)
+    monkeypatch.setattr(reading, "WAIT_MS", 2000)
     source = Source("rtsp://127.0.0.1:1/none", is_argument=True)
     assert list(source) == [] and "cannot open rtsp" in source.problems[0]
 

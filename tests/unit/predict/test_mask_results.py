@@ -10,9 +10,9 @@ from mask_sets import random_masks
 
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.table import as_objects
+from yolofleet.inference.predict.frames import Frame
 from yolofleet.inference.predict.results import Prediction, Predictions, crops_of, imported
 from yolofleet.inference.predict.run import as_txt
-from yolofleet.inference.predict.sources import Frame
 from yolofleet.support.errors import ConfigError
 from yolofleet.tasks.boxes.found import FoundBoxes
 from yolofleet.tasks.masks.draw import draw_masks

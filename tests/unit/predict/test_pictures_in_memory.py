@@ -12,8 +12,8 @@ from small_weights import untrained
 
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.images.decode import read_image
+from yolofleet.inference.predict.pictures import pixels_of
 from yolofleet.inference.predict.predictor import Predictor
-from yolofleet.inference.predict.sources import pixels_of
 from yolofleet.support.errors import DataError
 
 BGR = picture(64, 48)

@@ -17,10 +17,11 @@ from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.inference.predict import results
+from yolofleet.inference.predict.frames import Frame
 from yolofleet.inference.predict.predictor import Predictor, class_numbers
 from yolofleet.inference.predict.results import file_name, plural
 from yolofleet.inference.predict.run import predict_command
-from yolofleet.inference.predict.sources import Frame, Source, find_items
+from yolofleet.inference.predict.sources import Source, find_items
 from yolofleet.support.errors import CheckpointError, ConfigError, DataError, StorageError
 
 pytestmark = pytest.mark.long

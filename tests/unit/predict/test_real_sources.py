@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from small_weights import saved, untrained
 
-from yolofleet.inference.predict import results, sources
+from yolofleet.inference.predict import frames as reading
+from yolofleet.inference.predict import pictures, results, sources
 from yolofleet.inference.predict.results import show_image
 from yolofleet.inference.predict.sources import Source, check_ends
 from yolofleet.support.errors import ConfigError, DataError
@@ -64,7 +65,7 @@ def gstreamer():
 
 
 def test_an_rtsp_stream_is_read_and_connected_again_after_it_stopped(gstreamer, monkeypatch):
-    monkeypatch.setattr(sources, "RECONNECT_S", (0.1, 0.5))
+    monkeypatch.setattr(reading, "RECONNECT_S", (0.1, 0.5))
     notes: list[str] = []
     with rtsp_server() as server:
         port = server.stdout.readline().decode().strip()
@@ -233,7 +234,7 @@ def test_a_password_is_part_of_no_name():
 
 
 def test_a_url_with_a_password_is_left_to_ffmpeg(monkeypatch):
-    monkeypatch.setattr(sources, "WAIT_MS", 2000)
+    monkeypatch.setattr(pictures, "WAIT_S", 2.0)
     source = Source("http://me:secret@127.0.0.1:1/a.jpg", is_argument=True)
     assert list(source) == [] and source.problems[0].startswith("cannot open http://me:***@127.0.0.1:1/a.jpg")
     with pytest.raises(DataError):

@@ -14,8 +14,9 @@ from small_weights import saved, untrained
 from yolofleet.cli import main
 from yolofleet.cli.api import Model
 from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.inference.predict.frames import Frame, Video
 from yolofleet.inference.predict.results import Prediction, Predictions, Stems
-from yolofleet.inference.predict.sources import Frame, Source, Video
+from yolofleet.inference.predict.sources import Source
 from yolofleet.tasks.boxes.found import FoundBoxes
 
 PICTURES = ("d1/a/Image1.png", "d1/b/Image1.png", "d2/Image1.png", "d2/Image1.jpg")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from label_rows import index_of
 
+from yolofleet.inference.predict.frames import Frame, Video
 from yolofleet.inference.predict.results import Prediction, Predictions
-from yolofleet.inference.predict.sources import Frame, Video
 from yolofleet.support.errors import ConfigError
 from yolofleet.tasks.boxes.found import FoundBoxes
 

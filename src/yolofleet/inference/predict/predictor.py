@@ -27,8 +27,10 @@ from yolofleet.families.networks.combined import CombinedNetwork, inference_netw
 from yolofleet.families.networks.detector import Detector, square_of
 from yolofleet.families.networks.precision import autocast, inference_precision
 from yolofleet.inference.export.runtime import Runtime, image_size
+from yolofleet.inference.predict.frames import Frame
+from yolofleet.inference.predict.pictures import pixels_of
 from yolofleet.inference.predict.results import Prediction, Predictions
-from yolofleet.inference.predict.sources import Frame, Source, check_ends, common_folder, hint_for, pixels_of
+from yolofleet.inference.predict.sources import Source, check_ends, common_folder, hint_for
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL
 from yolofleet.support.errors import ConfigError, DataError
@@ -149,7 +151,7 @@ class Predictor:
         """Return all predictions of ``source``; for videos prefer :meth:`stream`, which keeps none in memory.
 
         Args:
-            source: a source as for ``inference.predict.sources.Source``; a picture in memory as for ``inference.predict.sources.pixels_of``;
+            source: a source as for ``inference.predict.sources.Source``; a picture in memory as for ``inference.predict.pictures.pixels_of``;
                 or a list of these.
             settings: of this call only, see :meth:`changed`.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from yolofleet.inference.predict.sources import Frame
+from yolofleet.inference.predict.frames import Frame
 from yolofleet.runs.report.draw import class_name
 from yolofleet.storage.atomic import write_bytes
 from yolofleet.support.errors import ConfigError
