@@ -93,4 +93,4 @@ def test_hostile_content_is_refused_before_it_is_decoded(
     assert word in refusal(reader, path)
     if "claims" in word:  # an index, which decodes nothing, finds the same
         header = header_of_file(str(path))
-        assert header is not None and header.fault
+        assert header is not None and header.problem

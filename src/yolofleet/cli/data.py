@@ -113,11 +113,11 @@ def check_command(
         emit_json(found.to_json(), json_out, indent=2)
     if json_out != "-":
         _show_check(found, limit)
-    fault = found.verdict(data)
-    if fault is None:
+    problem = found.verdict(data)
+    if problem is None:
         return 0
-    echo(fault.render(), to=sys.stderr)
-    return fault.exit_code
+    echo(problem.render(), to=sys.stderr)
+    return problem.exit_code
 
 
 def _show_check(found: DatasetCheck, limit: int) -> None:

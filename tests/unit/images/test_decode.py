@@ -37,7 +37,7 @@ def header(data):
 def test_the_header_says_the_size_that_decoding_gives(suffix, size_wh):
     data = encoded(picture(*size_wh), suffix)
     assert header(data).size_wh == size_wh
-    assert header(data).fault is None
+    assert header(data).problem is None
     assert decode_image(data, "a").shape == (size_wh[1], size_wh[0], 3)
 
 
@@ -188,19 +188,19 @@ def test_the_content_decides_not_the_suffix(tmp_path):
 def test_an_image_that_is_cut_off_is_noticed(suffix, share):
     data = encoded(picture(200, 150), suffix)
     data = data[: int(len(data) * share)]
-    assert "cut off" in header(data).fault
+    assert "cut off" in header(data).problem
     with pytest.raises(DataError, match="cut off"):
         decode_image(data, "a")
 
 
 def test_a_jpeg_that_a_download_left_half_empty_is_cut_off():
     data = encoded(picture(200, 150))
-    assert "cut off" in header(data[: len(data) // 2] + bytes(len(data) // 2)).fault
+    assert "cut off" in header(data[: len(data) // 2] + bytes(len(data) // 2)).problem
 
 
 def test_a_jpeg_with_something_behind_its_end_is_whole():
     data = encoded(picture(200, 150)) + b"more" * 100
-    assert header(data).fault is None
+    assert header(data).problem is None
     assert decode_image(data, "a").shape == (150, 200, 3)
 
 
@@ -240,7 +240,7 @@ def test_every_suffix_that_is_accepted_is_read(tmp_path: Path, suffix: str) -> N
     file = tmp_path / f"a{suffix}"
     file.write_bytes(cv2.imencode(written_as, pixels)[1].tobytes())
     header = header_of_file(str(file))
-    assert header is not None and header.fault is None and header.size_wh == (80, 60)
+    assert header is not None and header.problem is None and header.size_wh == (80, 60)
     assert read_image(file).shape == (60, 80, 3)
 
 
@@ -283,7 +283,7 @@ def test_a_blank_image_of_60_million_pixels_is_read(tmp_path: Path) -> None:
     for suffix in (".jpg", ".png", ".webp"):
         _, data = cv2.imencode(suffix, blank)
         header = read_header(data.tobytes())
-        assert header is not None and header.fault is None and header.size_wh == (10000, 6000)
+        assert header is not None and header.problem is None and header.size_wh == (10000, 6000)
 
 
 def test_a_usual_progressive_jpeg_is_read(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def _numbers(file: str, size_wh: tuple[int, int]) -> np.ndarray:
         header = header_of_file(file)
     except (OSError, ValueError) as problem:
         raise LabelError(f"cannot be read ({problem})") from None
-    if header is None or header.fault:
-        raise LabelError(header.fault if header else "is not an image")
+    if header is None or header.problem:
+        raise LabelError(header.problem if header else "is not an image")
     if header.size_wh != size_wh:  # before memory is taken for it
         raise LabelError("is {} x {} pixels, its image {} x {}".format(*header.size_wh, *size_wh))
     data = np.frombuffer(read_labels(file, _MAX_BYTES), np.uint8)

@@ -206,7 +206,7 @@ def _read(path: str, source: Path) -> tuple[bytes, int, list[Any]]:
         modified_ns = source.stat().st_mtime_ns
     facts: list[Any] = [len(content), modified_ns, hashlib.sha256(content).hexdigest()]
     header = read_header(content) if _is_image(path) else None
-    if header is not None and not header.fault:
+    if header is not None and not header.problem:
         facts += header.size_wh
     return content, modified_ns, facts
 

@@ -210,8 +210,8 @@ def _size_of(path: str, stamp: Stamp, log: ProblemLog, bare_rows: bool) -> tuple
     if header is None:
         what = "is not in a known image format" if stamp[0] else "is empty (0 bytes)"
         raise DataError(f"image {path} {what}")
-    if header.fault:
-        raise DataError(f"image {path} {header.fault}")
+    if header.problem:
+        raise DataError(f"image {path} {header.problem}")
     if header.rare:
         read_image(path)
     if header.remark:
@@ -405,7 +405,7 @@ def _image_ids(
 ) -> tuple[np.ndarray, tuple[Id, ...]]:
     """Return distinct numbers, int64 [N], and the ids of the annotations if these are no such numbers; else ().
 
-    Adds a finding if annotation files give one id to several images.
+    Adds a problem if annotation files give one id to several images.
 
     The numbers are the ids of the annotations, else those in the file names, else 0..N-1.
     """

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from yolofleet.data.geometry.view import Part
-from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
+from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_problem
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
 
@@ -78,9 +78,9 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Part | Non
     header = read_header(data)
     if header is None:  # OpenCV may know the format, but nothing would limit the memory that it takes
         raise DataError(f"image {path} is not in a known image format", hint=_HINT)
-    fault = header.fault or scans_fault(header, data)
-    if fault:
-        raise DataError(f"image {path} {fault}", hint=_HINT)
+    problem = header.problem or scans_problem(header, data)
+    if problem:
+        raise DataError(f"image {path} {problem}", hint=_HINT)
     if seen and header.frame_at and parts_are_exact():
         part = _decode_part(data, header, reduction, seen)
         if part is not None:

@@ -3,7 +3,7 @@
 Formats: JPEG, JPEG 2000, PNG, WebP, BMP, TIFF, GIF and portable anymaps. The content tells them apart, not the suffix.
 
 The size that is read here must be the size that the decoder allocates. So each parser reads the bytes in the order of
-the library that OpenCV uses. A file that it cannot follow has a fault, and the decoder never gets it.
+the library that OpenCV uses. A file that it cannot follow has a problem, and the decoder never gets it.
 
 This module is ours because imagesize 2.0 ignores the rotation of PNG and WebP and notices no file that is cut off, and
 Pillow 13 reads fewer bytes than OpenCV needs to decode. A file costs 22 us here, 29 us in imagesize, 58 us in Pillow
@@ -68,7 +68,7 @@ class ImageHeader:
         stored_wh: pixels, before rotation.
         orientation: EXIF's 1..8 (1: as stored).
         rotated_by_decoder: True for TIFF, which OpenCV always rotates; ``decode`` rotates the other formats.
-        fault: why the file cannot be used, or None.
+        problem: why the file cannot be used, or None.
         frame_at: offset of a JPEG's start of frame; 0 for other formats.
         rare: what only some builds of OpenCV decode; '' if all do.
         remark: a key of ``labels.KINDS``: what decoding changes in silence.
@@ -77,7 +77,7 @@ class ImageHeader:
     stored_wh: tuple[int, int]
     orientation: int = 1
     rotated_by_decoder: bool = False
-    fault: str | None = None
+    problem: str | None = None
     frame_at: int = 0
     rare: str = ""
     remark: str = ""
@@ -155,21 +155,21 @@ def _header(window: _Window) -> ImageHeader | None:
         header = _jpeg_2000(window)
     else:
         what = next((what for signs, what in _NO_IMAGES if re.match(signs, window.at(0, 64))), None)
-        return ImageHeader((0, 0), fault=what) if what else None
-    if header.fault:
+        return ImageHeader((0, 0), problem=what) if what else None
+    if header.problem:
         return header
     width, height = header.stored_wh
     if width <= 0 or height <= 0:
-        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels")
+        return ImageHeader((0, 0), problem=f"claims {width} x {height} pixels")
     pixels = width * height
     if pixels > MAX_PIXELS:
-        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels, more than {MAX_PIXELS}")
+        return ImageHeader((0, 0), problem=f"claims {width} x {height} pixels, more than {MAX_PIXELS}")
     if pixels > _ANY_FILE_PIXELS and pixels > _PIXELS_PER_BYTE * window.size:
-        return ImageHeader((0, 0), fault=f"claims {width} x {height} pixels, in {window.size} bytes")
+        return ImageHeader((0, 0), problem=f"claims {width} x {height} pixels, in {window.size} bytes")
     return header
 
 
-def scans_fault(header: ImageHeader, data: bytes) -> str | None:
+def scans_problem(header: ImageHeader, data: bytes) -> str | None:
     """Return why a JPEG with many scans would take too long to decode, or None."""
     if not header.frame_at or not _has_scans(data, header.frame_at):
         return None
@@ -198,7 +198,7 @@ def _cut_off(window: _Window, mark: str) -> str:
 
 
 def _unknown_size(what: str) -> ImageHeader:
-    return ImageHeader((0, 0), fault=f"is {what}")
+    return ImageHeader((0, 0), problem=f"is {what}")
 
 
 def _jpeg(window: _Window) -> ImageHeader:
@@ -210,7 +210,7 @@ def _jpeg(window: _Window) -> ImageHeader:
     for _ in range(_MAX_SEGMENTS):
         head = window.at(offset, 4)
         if len(head) < 4:
-            return ImageHeader((0, 0), fault=_cut_off(window, "its header's end"))
+            return ImageHeader((0, 0), problem=_cut_off(window, "its header's end"))
         if head[0] != 0xFF or head[1] in (0x00, 0xFF):
             following = _JPEG_MARKER.search(window.at(offset, _MAX_GAP_BYTES))
             if following is None:
@@ -225,15 +225,15 @@ def _jpeg(window: _Window) -> ImageHeader:
             frame = window.at(offset + 4, 6)
             height, width = int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big")
             if len(frame) < 6:
-                return ImageHeader((0, 0), fault=_cut_off(window, "its header's end"))
-            fault = None
+                return ImageHeader((0, 0), problem=_cut_off(window, "its header's end"))
+            problem = None
             if window.at(window.size - 2, 2) != b"\xff\xd9" and not window.contains_after(
                 offset, b"\xff\xd9"
             ):
-                fault = _cut_off(window, "an end-of-image mark")
+                problem = _cut_off(window, "an end-of-image mark")
             usual = marker <= 0xC2 and frame[0] == 8
             rare = "" if usual else "is a JPEG of a rare kind (lossless, arithmetic coding or 12 bits)"
-            return ImageHeader((width, height), orientation, fault=fault, frame_at=offset, rare=rare)
+            return ImageHeader((width, height), orientation, problem=problem, frame_at=offset, rare=rare)
         if marker in (0xD8, 0xD9, 0xDA) or length < 2:
             return _unknown_size("a JPEG file without a size in its header")
         if marker == 0xE1 and window.at(offset + 4, 6) == b"Exif\0\0":
@@ -279,13 +279,13 @@ def _png(window: _Window) -> ImageHeader:
     whole = window.at(window.size - 8, 4) == b"IEND" or window.contains_after(offset, b"IEND")
     remark = "image-16-bit" if window.at(24, 1) == b"\x10" else ""
     return ImageHeader(
-        size, orientation, fault=None if whole else _cut_off(window, "an IEND chunk"), remark=remark
+        size, orientation, problem=None if whole else _cut_off(window, "an IEND chunk"), remark=remark
     )
 
 
 def _webp(window: _Window) -> ImageHeader:
     if window.number(4, 4, "little") + 8 > window.size:
-        return ImageHeader((0, 0), fault=_cut_off(window, "all the bytes its header announces"))
+        return ImageHeader((0, 0), problem=_cut_off(window, "all the bytes its header announces"))
     kind = window.at(12, 4)
     if kind == b"VP8 " and window.at(23, 3) == b"\x9d\x01\x2a":
         return ImageHeader((window.number(26, 2, "little") & 0x3FFF, window.number(28, 2, "little") & 0x3FFF))
@@ -321,7 +321,7 @@ def _bmp(window: _Window) -> ImageHeader:
     pixels_at, bits = window.number(10, 4, "little"), window.number(28, 2, "little")
     plain = window.number(30, 4, "little") == 0
     cut = plain and pixels_at + (width * bits + 31) // 32 * 4 * height > window.size
-    return ImageHeader((width, height), fault=_cut_off(window, "all its rows") if cut else None)
+    return ImageHeader((width, height), problem=_cut_off(window, "all its rows") if cut else None)
 
 
 def _anymap(window: _Window) -> ImageHeader:
