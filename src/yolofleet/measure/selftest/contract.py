@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
 from yolofleet.config.schema.verbs import SelftestConfig
 from yolofleet.measure.selftest.checks import (
@@ -46,7 +46,6 @@ COLUMNS = ("run", "SHA-256", "result", "update off by", "losses off by", "s/step
 START_S = 600.0  # until a training has its first checkpoint; the time limit of a stage is shorter as a rule
 STALL_S = 20.0  # of the run whose rank is killed
 ENDS_WITHIN_S = 60.0  # after the kill: the stall limit, and the end of all processes
-Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
 
 
 def run_contract(
@@ -154,13 +153,12 @@ def run_legs(
     legs: Sequence[Leg],
     folder: Path,
     *,
-    train: Trainer = run_training,
     environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[Record]:
     """Run the legs one after another, and further ones that help to find a cause.
 
     Args:
-        folder: for their runs and their cache. train: see :func:`run_training`.
+        folder: for their runs and their cache.
         environments: by a leg's title, variables that only its processes get.
     Yields:
         The result of a leg when it has ended.
@@ -172,7 +170,7 @@ def run_legs(
         leg = waiting.pop(0)
         run = RunFolder(folder / f"run-{len(records)}")
         extra = {"YOLOFLEET_CACHE": str(folder / "cache"), **(environments or {}).get(leg.title, {})}
-        code, problem = train(comparison.settings_of(leg), leg.processes, run, extra)
+        code, problem = run_training(comparison.settings_of(leg), leg.processes, run, extra)
         if code and not records:
             failed = ClusterError(f"{leg.title} failed: {problem}")
             failed.printed, failed.exit_code = problem, code
