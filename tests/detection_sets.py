@@ -109,13 +109,14 @@ def pycocotools_figures(everything: DetectionSet) -> tuple[list[float], list[lis
 
 
 def run_cocoeval(
-    coco: Any, cocoeval: Any, truth: dict[str, Any], results: list[dict[str, Any]]
+    coco: Any, cocoeval: Any, truth: dict[str, Any], results: list[dict[str, Any]], kind: str = "bbox"
 ) -> tuple[list[float], list[list[float]]]:
+    """The twelve figures, and [AP, AP50] of each class."""
     with contextlib.redirect_stdout(io.StringIO()):
         dataset = coco()
         dataset.dataset = truth
         dataset.createIndex()
-        evaluation = cocoeval(dataset, dataset.loadRes(results), "bbox")
+        evaluation = cocoeval(dataset, dataset.loadRes(results), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()

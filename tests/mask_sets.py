@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from detection_sets import run_cocoeval
 
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.letterbox import Letterbox
@@ -173,20 +172,7 @@ def pycocotools_figures(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        dataset = COCO()
-        dataset.dataset = truth
-        dataset.createIndex()
-        evaluation = COCOeval(dataset, dataset.loadRes(results), kind)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    per_class = []
-    for c in range(len(truth["categories"])):
-        precision = evaluation.eval["precision"][:, :, c, 0, 2]
-        every, at50 = precision[precision > -1], precision[0][precision[0] > -1]
-        per_class.append([float(p.mean()) if p.size else -1.0 for p in (every, at50)])
-    return [float(figure) for figure in evaluation.stats], per_class
+    return run_cocoeval(COCO, COCOeval, truth, results, kind)
 
 
 def native(height: int, width: int) -> Letterbox:
