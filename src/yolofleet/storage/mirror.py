@@ -53,8 +53,8 @@ from yolofleet.storage.object_store import (
     pieces_of,
     without_secrets,
 )
-from yolofleet.storage.shards import NotAsListed, Stored
-from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.storage.shards import Stored
+from yolofleet.support.errors import ConfigError, NotAsListed, StorageError
 from yolofleet.support.system.proc import text_of
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import inform, listed, screen_line, size_of, size_text

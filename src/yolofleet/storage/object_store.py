@@ -32,14 +32,13 @@ from yolofleet.storage.request import (
 from yolofleet.storage.shards import (
     LIST,
     MAX_INDEX_BYTES,
-    NotAsListed,
     Stored,
     folders_among,
     is_plain,
     is_plain_path,
     read_index,
 )
-from yolofleet.support.errors import ConfigError, StorageError, YolofleetError, install_hint
+from yolofleet.support.errors import ConfigError, NotAsListed, StorageError, YolofleetError, install_hint
 from yolofleet.support.text import announce, screen_line, size_text
 
 # module, extra

@@ -32,10 +32,6 @@ MAX_PATH_BYTES = 1024
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
-class NotAsListed(StorageError):
-    """An object of a store is gone, or its content is not what the list of the store says."""
-
-
 @dataclass(frozen=True)
 class Stored:
     """What a listing says of a file in a store.

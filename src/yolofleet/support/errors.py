@@ -85,6 +85,10 @@ class StorageError(YolofleetError):
     usual_hint = "check the disk, or choose another folder"
 
 
+class NotAsListed(StorageError):
+    """An object of a store is gone, or its content is not what the list of the store says."""
+
+
 class ClusterError(YolofleetError):
     """Processes or machines could not start, connect or communicate."""
 

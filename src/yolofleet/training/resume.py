@@ -27,11 +27,11 @@ from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_sn
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.storage.atomic import write_bytes
 from yolofleet.storage.foreign import read_foreign, reading
-from yolofleet.storage.shards import NotAsListed
 from yolofleet.support.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
+    NotAsListed,
     StorageError,
     YolofleetError,
 )

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from yolofleet.storage.atomic import write_atomically
 from yolofleet.storage.foreign import read_foreign, reading
-from yolofleet.storage.shards import NotAsListed
-from yolofleet.support.errors import CheckpointError, NumericsError
+from yolofleet.support.errors import CheckpointError, NotAsListed, NumericsError
 from yolofleet.support.text import screen_line
 
 DIGEST = "sha256"
