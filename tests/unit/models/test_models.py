@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from yolofleet.families.build import build_model, outline
-from yolofleet.families.networks.blocks import Focus, Upsample
+from yolofleet.families.networks.blocks import Focus, Proto, Upsample
 from yolofleet.families.networks.description import describe, description_from_dict
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.networks.index_limit import images_within_index, may_exceed_index
@@ -344,6 +344,23 @@ def test_upsampling_equals_interpolation_forward_and_backward(layout):
     mine = torch.autograd.grad((ours * weights).sum(), x)[0]
     expected = torch.autograd.grad((theirs * weights).sum(), x)[0]
     assert (mine - expected).abs().max() < 1e-6
+
+
+def test_prototypes_of_a_training_equal_those_of_the_published_layers_except_for_rounding():
+    torch.manual_seed(0)
+    proto, x = Proto(3, 8, 2).double(), torch.randn(2, 3, 5, 7, dtype=torch.float64, requires_grad=True)
+    weights, calls = torch.randn(2, 2, 10, 14, dtype=torch.float64), []
+    proto.upsample.register_forward_hook(lambda *_: calls.append(1))
+    wanted = proto.cv3(proto.cv2(proto.upsample(proto.cv1(x))))
+    assert len(calls) == 1
+    found = proto(x)
+    assert len(calls) == 1, "a training on a CPU makes no doubled map"
+    inputs = [x, *proto.parameters()]
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), inputs) for each in (found, wanted))
+    for mine, other in zip((found, *ours), (wanted, *theirs), strict=True):
+        assert mine.shape == other.shape and (mine - other).abs().max() <= 1e-12 * other.abs().max()
+    proto.eval()(x)
+    assert len(calls) == 2, "predictions and exports have the published layers"
 
 
 def test_focus_sees_every_pixel_once():

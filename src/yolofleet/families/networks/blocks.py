@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.support.devices import is_host
+
 BN_EPS = 1e-3
 BN_MOMENTUM = 0.03
 
@@ -204,6 +206,19 @@ class Upsample(nn.Module):
         return nn.Upsample(scale_factor=2.0, mode="nearest")
 
 
+def conv_of_doubled(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Return ``conv(Upsample()(x))`` of a 3x3 convolution with padding 1: [N, C, H, W] -> [N, D, 2H, 2W].
+
+    It differs by rounding, in fp32 by about 1e-6 of the largest value.
+
+    Doubling spreads the pixels, with zeros between them, and sums windows of 2x2. A convolution gives the same before that sum,
+    where it skips the zeros: 9 multiply-adds for 4 pixels instead of 36. The backward pass needs the small map alone.
+    """
+    assert conv.bias is None
+    spread = F.conv_transpose2d(x, conv.weight.transpose(0, 1).flip(2, 3), stride=2)  # [N, D, 2H + 1, 2W + 1]
+    return F.avg_pool2d(spread, 2, stride=1, divisor_override=1)
+
+
 def results(chain: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
     """Return the result of each module of a chain that begins with ``x``."""
     found = []
@@ -258,7 +273,11 @@ class Detect(nn.Module):
 
 
 class Proto(nn.Module):
-    """Prototypes of masks at twice the resolution of a map (arXiv:1904.02689): [N, C, H, W] -> [N, D, 2H, 2W]."""
+    """Prototypes of masks at twice the resolution of a map (arXiv:1904.02689): [N, C, H, W] -> [N, D, 2H, 2W].
+
+    A training on CPUs computes the doubled map and its convolution as one (``conv_of_doubled``), which halves their time.
+    Elsewhere the layers are the published ones: other processors are not measured.
+    """
 
     def __init__(self, in_channels: int, hidden: int, out: int) -> None:
         super().__init__()
@@ -268,7 +287,12 @@ class Proto(nn.Module):
         self.cv3 = Conv(hidden, out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.cv3(self.cv2(self.upsample(self.cv1(x))))
+        x = self.cv1(x)
+        if self.training and is_host(x.device):
+            x = F.silu(self.cv2.bn(conv_of_doubled(x, self.cv2.conv)))
+        else:
+            x = self.cv2(self.upsample(x))
+        y: Tensor = self.cv3(x)
         return y
 
 
