@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,7 @@ def labels_of(images: int) -> list[Shapes]:
 
 
 def our_step(
-    name: str, images: torch.Tensor, labels: list[Shapes], precision: torch.dtype
+    name: str, images: torch.Tensor, labels: Sequence[Shapes], precision: torch.dtype
 ) -> Callable[[], None]:
     device = images.device
     model = build_model(describe(name), CLASSES).train().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -54,10 +54,10 @@ def our_step(
     images = images.contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
-        targets = loss.match(Shapes.of_images(labels), len(images), (images.shape[2], images.shape[3]))
+        targets = loss.match(labels[0].of_images(labels), len(images), (images.shape[2], images.shape[3]))
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            raws = model(images, targets)
-        counts = torch.from_numpy(targets.counts).to(device)
+            raws = model(images, targets) if model.reads_targets else model(images)
+        counts = torch.from_numpy(targets.counts).to(device).clamp(min=1)
         (loss.sums(raws, targets) * loss.gains / counts).sum().backward()
         model.zero_grad()
 
