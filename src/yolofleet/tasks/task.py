@@ -93,11 +93,13 @@ class Difference:
         place: largest difference of a position or size, pixels.
         score: largest difference of a score.
         compared: number of predictions.
+        mask: largest difference of a mask's logits, as a part of the largest logit; None: the task has no masks.
     """
 
     place: float
     score: float
     compared: int
+    mask: float | None = None
 
 
 class Task(ABC):

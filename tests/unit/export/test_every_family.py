@@ -11,7 +11,7 @@ import torch
 from exported import metadata_of, pictures, spread
 
 from yolofleet.families.networks.detector import Detector
-from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.exporter import export, verdict_text
 from yolofleet.inference.export.formats import FORMATS
 from yolofleet.inference.export.runtime import open_exported
 from yolofleet.inference.export.verify import (
@@ -81,6 +81,9 @@ def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
     out = tmp_path / f"file{FORMATS[format].suffix}"
     figures = export(model, FORMATS[format], metadata, SIZE_HW, out)
     assert figures["verified"]
+    masks = f", masks within {figures['mask']:.2g} of their largest logit" if family in MASKS else ""
+    text = f"boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}{masks}"
+    assert verdict_text(figures).endswith(text)
     runtime = open_exported(out)
     for kind in ("scores", "boxes", "norm", "coefficients", "prototypes")[: 5 if family in MASKS else 3]:
         batches = batches_of(metadata, SIZE_HW, generated_images())

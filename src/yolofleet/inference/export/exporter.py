@@ -261,6 +261,8 @@ def _verified(
             "box_px": difference.place,
             "score": difference.score,
         }
+        if difference.mask is not None:
+            figures["mask"] = difference.mask
         if job.metadata.int8:
             figures |= {"agreement": agreement.share, "compared_boxes": agreement.boxes}
         if job.metadata.nms is not None:
@@ -359,9 +361,10 @@ def verdict_text(figures: dict[str, Any]) -> str:
     text = f"exported and verified: {figures['runtime']} against the network on {figures['images']} images ({figures['pictures']}): "
     if "agreement" in figures:
         return f"{text}{figures['agreement']:.0%} of {figures['compared_boxes']} boxes agree"
-    text += (
-        f"{figures['facts']['task']} within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
-    )
+    placed = "boxes" if "mask" in figures else figures["facts"]["task"]
+    text += f"{placed} within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
+    if "mask" in figures:
+        text += f", masks within {figures['mask']:.2g} of their largest logit"
     if "boxes" not in figures:
         return text
     if not figures["boxes"]:

@@ -31,7 +31,8 @@ from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.table import task_of
 from yolofleet.tasks.task import Difference, Limits
 
-LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of places in pixels, of scores
+# by ``half``: largest difference of places in pixels, and of scores and masks
+LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}
 MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
 LARGEST_PX = 1280  # side with which a file of any size is verified, unless it was traced with a larger one
@@ -41,25 +42,30 @@ MOST_COMPARED = 300  # boxes of an image
 
 def largest(found: Iterable[Difference]) -> Difference:
     """Return the largest differences of several, and the sum of what was compared."""
-    places, scores, counts = zip(*((one.place, one.score, one.compared) for one in found), strict=True)
-    return Difference(max(places), max(scores), sum(counts))
+    places, scores, counts, masks = zip(
+        *((one.place, one.score, one.compared, one.mask) for one in found), strict=True
+    )
+    of_masks = [mask for mask in masks if mask is not None]
+    return Difference(max(places), max(scores), sum(counts), max(of_masks, default=None))
 
 
 def check_difference(found: Difference, half: bool) -> None:
     """Raise NumericsError if rounding does not explain a difference, because it exceeds ``LIMITS``."""
     most_px, most_score = LIMITS[half]
     if not part_of_limits(found, half) <= 1:
+        masks = "" if found.mask is None else f", masks by {found.mask:.3g} (at most {most_score:g})"
         raise NumericsError(
             f"the exported file differs from the network: places by {found.place:.3g} px (at most {most_px:g}), "
-            f"scores by {found.score:.3g} (at most {most_score:g})",
+            f"scores by {found.score:.3g} (at most {most_score:g}){masks}",
             hint="the file was removed; verify with --data and images that the network was trained for, use another "
             "--format, or leave out --half and --simplify",
         )
 
 
 def part_of_limits(found: Difference, half: bool) -> float:
-    """Return the larger one of the differences in pixels and in scores, each as a part of its limit."""
-    return max(found.place / LIMITS[half][0], found.score / LIMITS[half][1])
+    """Return the largest one of the differences of places, scores and masks, each as a part of its limit."""
+    most_px, most_score = LIMITS[half]
+    return max(found.place / most_px, found.score / most_score, (found.mask or 0) / most_score)
 
 
 def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Difference:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from yolofleet.data.geometry.masks import DecodedMasks
@@ -15,7 +17,7 @@ CELLS = 64  # of an image, in which the masks of all predictions are compared
 def masks_difference(
     ours: DecodedMasks, theirs: DecodedMasks, size_hw: tuple[int, int], *, in_order: bool
 ) -> Difference:
-    """Return the difference of boxes and scores, which includes that of masks.
+    """Return the differences of boxes, scores and masks.
 
     That of a mask is the largest difference of its logits as a part of the largest logit, at least 1. It says how far edges move,
     while 1 - IoU would depend on the cells whose logit is nearly 0, where rounding decides.
@@ -26,7 +28,7 @@ def masks_difference(
     ):
         return FAR
     partners = None if in_order else partners_of(ours.boxes, theirs.boxes, size_hw)
-    worst = boxes.score
+    worst = 0.0
     for n, scores in enumerate(ours.boxes.scores.amax(2)):
         order = scores.argsort(descending=True)
         others = order if partners is None else partners[n][order]
@@ -38,4 +40,4 @@ def masks_difference(
             )
             off = (mine - found).abs().amax(1) / mine.abs().amax(1).clamp(min=1)
             worst = max(worst, float(off.max()))
-    return Difference(boxes.place, worst, boxes.compared)
+    return replace(boxes, mask=worst)
