@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import time
+from typing import Any
 
 import numpy as np
 
@@ -42,14 +43,11 @@ def random_sets(images: int) -> tuple[Labels, ScoredBoxes]:
 
 def pycocotools_figures(labels: Labels, found: ScoredBoxes, images: int) -> tuple[list[float], float]:
     """The twelve figures and the CPU seconds they took."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
 
     def rows(table: Labels | ScoredBoxes) -> zip[tuple[int, int, list[float]]]:
         return zip(table.image.tolist(), table.classes.tolist(), table.boxes_xywh_px.tolist(), strict=True)
 
-    dataset = COCO()
-    dataset.dataset = {
+    truth = {
         "images": [{"id": i} for i in range(images)],
         "categories": [{"id": c} for c in range(CLASSES)],
         "annotations": [
@@ -63,10 +61,22 @@ def pycocotools_figures(labels: Labels, found: ScoredBoxes, images: int) -> tupl
         {"image_id": i, "category_id": c, "bbox": box, "score": score}
         for (i, c, box), score in zip(rows(found), found.scores.tolist(), strict=True)
     ]
+    return timed_figures(truth, results, "bbox")
+
+
+def timed_figures(
+    truth: dict[str, Any], results: list[dict[str, Any]], kind: str
+) -> tuple[list[float], float]:
+    """The twelve figures of pycocotools and the CPU seconds they took. ``kind``: "bbox" or "segm"."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
     with contextlib.redirect_stdout(io.StringIO()):
+        dataset = COCO()
+        dataset.dataset = truth
         dataset.createIndex()
         began_s = time.process_time()
-        evaluation = COCOeval(dataset, dataset.loadRes(results), "bbox")
+        evaluation = COCOeval(dataset, dataset.loadRes(results), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         seconds = time.process_time() - began_s

@@ -10,11 +10,10 @@ and accumulate. Both begin with run lengths.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import time
 
 import numpy as np
+from coco_metrics import timed_figures
 
 from yolofleet.data.geometry import rle
 from yolofleet.tasks.boxes.coco import FIGURES, summarize
@@ -60,12 +59,8 @@ def pycocotools_figures(
     labels: Labels, true: Masks, boxes: ScoredBoxes, found: Masks, images: int, classes: int
 ) -> tuple[list[float], float]:
     """The twelve figures and the CPU seconds they took."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
     height, width = SIZE_HW
-    dataset = COCO()
-    dataset.dataset = {
+    truth = {
         "images": [{"id": i, "height": height, "width": width} for i in range(images)],
         "categories": [{"id": c} for c in range(classes)],
         "annotations": [
@@ -89,15 +84,7 @@ def pycocotools_figures(
         }
         for k, runs in enumerate(found)
     ]
-    with contextlib.redirect_stdout(io.StringIO()):
-        dataset.createIndex()
-        began_s = time.process_time()
-        evaluation = COCOeval(dataset, dataset.loadRes(results), "segm")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        seconds = time.process_time() - began_s
-        evaluation.summarize()
-    return [float(figure) for figure in evaluation.stats], seconds
+    return timed_figures(truth, results, "segm")
 
 
 def main() -> None:
