@@ -307,15 +307,18 @@ def killed_at_step(
         ranks: without a launcher, see :func:`in_ranks`; 0: with one.
     """
     processes: Sequence[Process]
+    log = folder / "killed.log"
     if ranks:
-        log = folder / "killed.log"
         processes = started_ranks([folder] * ranks, *args, "--device", "cpu", home=folder, log=log)
     else:
-        processes = [started(folder, *args, out=subprocess.DEVNULL, err=subprocess.DEVNULL)]
+        with log.open("w") as output:
+            processes = [started(folder, *args, out=output.fileno(), err=output.fileno())]
     deadline = time.monotonic() + 5 * DEADLINE_S
     try:
         while not any(int(f.stem.split("-")[1]) >= step for f in run.glob("checkpoints/step-*.safetensors")):
-            assert processes[0].poll() is None, "it ended before it could be killed"
+            assert processes[0].poll() is None, (
+                f"it ended before it could be killed:\n{log.read_text()[-4000:]}"
+            )
             assert time.monotonic() < deadline, "no checkpoint in time"
             time.sleep(0.02)
         time.sleep(then_s)
