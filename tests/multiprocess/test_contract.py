@@ -164,7 +164,7 @@ def test_killed_three_times_at_the_size_of_the_demo(folder: Path) -> None:
 
 DEMO_JOB = [
     "--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16",
-    "--micro-batch", "8", "--epochs", "24", "--no-plots",
+    "--micro-batch", "4", "--epochs", "24", "--no-plots",  # so that each of four processes has work
 ]  # fmt: skip
 
 
