@@ -19,6 +19,7 @@ from yolofleet.config.schema.recipe import Recipe
 # Text "MODULE:NAME" below ``yolofleet.families``, so that a process imports only the parts that it uses; or the object.
 # "" where a family has none.
 Part: TypeAlias = str | Callable[..., Any]
+MASKED = "-seg"  # ends the names of networks that find masks
 
 
 def load(part: Part) -> Any:

@@ -187,6 +187,13 @@ def test_what_cannot_be_used_says_why(verb, line, says):
             "--data d --model yolov5n --epochs 1 --imgsz 320 --device 0,1 --precision fp32 --exist-ok --cache --set lr0=1",
         ),
         ("mode=train model=a.pt data=d --set lr0=1", "--weights a.pt --data d --set lr0=1"),
+        ("task=detect model=a.pt data=d", "--weights a.pt --data d"),
+        ("task=segment model=yolov5n-seg data=d", "--model yolov5n-seg --data d"),
+        ("model=yolov5n.pt task=segment", "--weights yolov5n.pt --model yolov5n-seg"),
+        ("model=yolov5n-seg.pt task=detect", "--weights yolov5n-seg.pt --model yolov5n"),
+        ("--weights dfine-n --task masks", "--weights dfine-n --model dfine-n-seg"),
+        ("--task=boxes --model yolov5n-seg", "--model yolov5n-seg --model yolov5n"),
+        ("--cfg yolov5n-seg.yaml --task boxes", "--cfg yolov5n-seg.yaml --cfg yolov5n"),
     ],
 )
 def test_settings_of_other_trainers_are_translated_with_one_note(line, becomes):
@@ -194,7 +201,7 @@ def test_settings_of_other_trainers_are_translated_with_one_note(line, becomes):
     typed, more = words("train", becomes)
     assert ours == typed and len(notes) == 1 + len(more)
     after = notes[0].partition(" is now ")[2]
-    assert after and (after in becomes or after == "left out: it is the default")
+    assert after and (after in becomes or after == "left out: it changes nothing")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +211,9 @@ def test_settings_of_other_trainers_are_translated_with_one_note(line, becomes):
         ("train", "epohcs=3", "did you mean --epochs?"),
         ("val", "lr0=3", "val has no --lr0"),
         ("train", "--accumulate 4 --batch auto", "train has no --accumulate"),
+        ("train", "--model yolov5n --task pose", "--task pose: expected boxes or masks"),
+        ("train", "--weights best.safetensors --task boxes", "the command line does not name a network"),
+        ("predict", "task=segment model=yolov5n.pt", "--task segment: yolov5n was trained on boxes"),
     ],
 )
 def test_settings_without_a_certain_meaning_are_refused(verb, line, says):

@@ -147,6 +147,7 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
     result: list[str] = []
     before: list[str] = []
     after: list[str] = []
+    last: list[str] = []  # replaces what the command line names, wherever that stands
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -159,20 +160,21 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
             result += [token, *([] if as_is else _values(flag, spelling.values, None, rest))]
             continue
         if token == "--":
-            result += [token, *rest]
+            last += [token, *rest]
             break
         if not (token.startswith("--") or ASSIGNMENT.fullmatch(token)):
             result.append(token)
             continue
         following = [] if equals or not rest or rest[0].startswith("--") else [rest[0]]
-        ours = _ours(flag.removeprefix("--"), value or "".join(following), argv, known)
-        result += [token] if ours is None else ours
+        name = flag.removeprefix("--")
+        ours = _ours(name, value or "".join(following), argv, known)
+        (last if name == "task" else result).extend([token] if ours is None else ours)
         if ours is not None:
             del rest[: len(following)]
             before += [token, *following]
             after += ours
-    changed = f"{shlex.join(before)} is now {shlex.join(after) or 'left out: it is the default'}"
-    return result, [changed] if before else []
+    changed = f"{shlex.join(before)} is now {shlex.join(after) or 'left out: it changes nothing'}"
+    return [*result, *last], [changed] if before else []
 
 
 def _resumed_file(argv: Sequence[str]) -> str:
@@ -194,7 +196,11 @@ def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelli
         return ["--resume", file] if name == "resume" else []
     if name == "model" and (value.endswith((".pt", ".safetensors")) or "--model" not in known):
         name = "weights"
-    if name in ("task", "mode") and "--weights" in known:
+    if name == "task" and "--weights" in known:
+        from yolofleet.config.words.task import network_for  # few commands name a task
+
+        return network_for(value, argv, known)
+    if name == "mode" and "--weights" in known:
         return []
     if "--precision" in known and name == "amp":
         return [] if is_on else ["--precision", "fp32"]

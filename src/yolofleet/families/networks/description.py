@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from yolofleet.config.words.unknown import instead_of
-from yolofleet.families.family import load
+from yolofleet.families.family import MASKED, load
 from yolofleet.families.networks.checked import known_names, short
 from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError
@@ -60,7 +60,7 @@ def pretrained_name(description: ModelDescription) -> str:
     """
     family = FAMILIES[description.family]
     names: list[str] = [] if family.published is dict else load(family.preset_names)()
-    own = description.name.removesuffix("-seg")
+    own = description.name.removesuffix(MASKED)
     return own if own in names else next(iter(names), "")
 
 
@@ -84,10 +84,10 @@ def preset(name: str) -> ModelDescription:
             if match[1] in preset_names()
             else instead_of("model", name) or known_names(match[1], preset_names()),
         )
-    if (boxes := name.removesuffix("-seg")) != name and boxes in preset_names():
+    if (boxes := name.removesuffix(MASKED)) != name and boxes in preset_names():
         raise ConfigError(
             f"model {short(name)}: {boxes} has no form with masks",
-            hint=known_names(name, [known for known in preset_names() if known.endswith("-seg")]),
+            hint=known_names(name, [known for known in preset_names() if known.endswith(MASKED)]),
         )
     hint = instead_of("model", name) or known_names(name, preset_names())
     raise ConfigError(f"unknown model {short(name)}", hint=hint)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from yolofleet.families.family import MASKED
 from yolofleet.families.networks.checked import Checker, short
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 Network = TypeVar("Network", bound="DetrDescription")
 HEADS = 8  # of all attentions
-MASKED = "-seg"  # ends the names of networks that find masks
 MASK_WIDTH = 128
 
 

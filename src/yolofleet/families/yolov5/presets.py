@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from yolofleet.families.family import MASKED
 from yolofleet.families.yolov5.rows import Anchors, Row, RowDescription
 
 SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
@@ -24,11 +25,10 @@ P6_ANCHORS: Anchors = (
 
 TINY_ANCHORS: Anchors = (((10, 14), (23, 27), (37, 58)), ((81, 82), (135, 169), (344, 319)))
 YOLOV3 = ("yolov3", "yolov3-spp", "yolov3-tiny")
-SEGMENTS = "-seg"  # ending of names of networks with masks
 
 
 def preset_names() -> list[str]:
-    return [*(f"yolov5{size}{kind}" for kind in ("", "6", SEGMENTS) for size in SIZES), *YOLOV3]
+    return [*(f"yolov5{size}{kind}" for kind in ("", "6", MASKED) for size in SIZES), *YOLOV3]
 
 
 def preset(name: str) -> RowDescription:
@@ -37,8 +37,8 @@ def preset(name: str) -> RowDescription:
         return RowDescription(name, 1.0, 1.0, *tiny_rows(), TINY_ANCHORS)
     if name in YOLOV3:
         return RowDescription(name, 1.0, 1.0, *darknet53_rows(spp=name == "yolov3-spp"), P5_ANCHORS)
-    p6, masks = name.endswith("6"), name.endswith(SEGMENTS)
-    size = name.removeprefix("yolov5").removesuffix("6").removesuffix(SEGMENTS)
+    p6, masks = name.endswith("6"), name.endswith(MASKED)
+    size = name.removeprefix("yolov5").removesuffix("6").removesuffix(MASKED)
     depth, width = SIZES[size]
     stage_channels = (128, 256, 512, 768, 1024) if p6 else (128, 256, 512, 1024)
     stage_depths = (3, 6, 9, 3, 3) if p6 else (3, 6, 9, 3)
