@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, in_ranks, killed_at_step, results, working_in
+from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
 from mask_data import small_masks
 
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.storage.caches import cache_folder
 
 IMAGES, LABELLED = 24, 4
 DATA = ["--data", "small shapes/data.yaml", "--img", "64", "--workers", "0", "--no-plots"]
@@ -65,6 +66,25 @@ def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
     (run / "results.json").unlink(missing_ok=True)
     in_ranks(folder, 1, "train", "--resume", run)
     assert results(run)["weights_sha256"] == one
+
+
+def test_data_without_masks_are_refused_with_an_option_that_trains_on_their_boxes(tmp_path: Path) -> None:
+    small_shapes(tmp_path, images=8, val_images=4)
+    command = [*RUN, "--device", "cpu", "--max-steps", "1", "--name", "boxes"]
+    with working_in(tmp_path):
+        refused = called(*command)
+        assert refused.code and "no label of train has a mask, which the network needs" in refused.err
+        way = refused.err.partition("label polygons or masks, or ")[2].split("\n")[0]
+        assert way == "--task boxes"
+        assert not called(*command, *way.split()).code
+    assert "model: yolov5n\n" in (tmp_path / "runs" / "train" / "boxes" / "config.yaml").read_text()
+
+
+def test_labels_with_masks_are_read_once(tmp_path: Path) -> None:
+    small_masks(tmp_path, images=8, val_images=4)
+    with working_in(tmp_path):
+        assert not called(*RUN, "--device", "cpu", "--max-steps", "1").code
+        assert len([*cache_folder("index").glob("*.arrays")]) == 2  # of train and of val
 
 
 def test_weights_of_a_network_for_boxes_are_a_start_whose_head_is_new(folder: Path) -> None:

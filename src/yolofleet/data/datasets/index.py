@@ -46,7 +46,7 @@ from yolofleet.storage.atomic import in_turn
 from yolofleet.storage.caches import cache_folder, is_mirrored
 from yolofleet.support.errors import DataError
 
-__all__ = ["DataIndex", "build_index", "check_masks"]
+__all__ = ["DataIndex", "build_index"]
 
 _FORMAT = 11
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
@@ -424,17 +424,6 @@ def build_index(
         except OSError:
             return index  # the cache folder cannot be written, so each process keeps its own copy in memory
     return DataIndex.load(file, verify=False) or index
-
-
-def check_masks(*indexes: DataIndex) -> None:
-    """Raise DataError if a split has labels, and none of them has a mask."""
-    for index in indexes:
-        if len(index.classes) and not len(index.run_lengths):
-            what = f"no label of {index.split} has a mask; the network learns masks"
-            raise DataError(
-                what,
-                hint="label polygons or masks, or train the network without -seg in its name, which learns boxes",
-            )
 
 
 def _key(spec: DatasetSpec, split: str, readers: Sequence[SplitReader], **choices: bool) -> str:

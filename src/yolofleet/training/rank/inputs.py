@@ -9,21 +9,22 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.datasets.index import DataIndex, build_index, check_masks
+from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.listing import files_digest
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, shared_file
 from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.families.build import outline
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.runs.checkpoint.memory_slots import PATHS
 from yolofleet.runs.checkpoint.store import Snapshot
@@ -32,13 +33,17 @@ from yolofleet.support.errors import DataError
 from yolofleet.support.system.proc import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
+from yolofleet.tasks.table import task_of
 from yolofleet.tasks.task import Task
 from yolofleet.training.agreement import check_settings
+from yolofleet.training.network import description_and_weights
 from yolofleet.training.parallel.process import check_equal, fleet_precision
 from yolofleet.training.parallel.world import World
 
 if TYPE_CHECKING:
     from yolofleet.data.input.stage import StagedImages
+    from yolofleet.families.networks.description import ModelDescription
+    from yolofleet.families.weights.value import Weights
     from yolofleet.runs.checkpoint.restart_store import RestartStore
 
 STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
@@ -59,6 +64,9 @@ class Data:
         return self.train, self.val
 
 
+Start: TypeAlias = "tuple[ModelDescription, Weights | None]"
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Settings, code of the user, data and state of a run; equal on every rank.
@@ -67,6 +75,8 @@ class Inputs:
         recipe: of the user; the network's family may have another default.
         optimizer: a name of ``training.optimiser.KINDS``, or the class of the user.
         precision: the number format that every rank can use.
+        start: the description of the network, and the weights to start from.
+        stride: of the network, pixels.
         snapshot: the state to go on from; None: a new run.
         memory: of this host, which keeps states for ranks that are started again; None without one.
     """
@@ -76,6 +86,8 @@ class Inputs:
     recipe_class: TrainingRecipe
     optimizer: str | type[torch.optim.Optimizer]
     precision: str
+    start: Start
+    stride: int
     data: Data
     snapshot: Snapshot | None
     memory: RestartStore | None
@@ -103,7 +115,6 @@ def read_inputs(
         from yolofleet.training.users_optimizer import load_optimizer_class
 
         optimizer = load_optimizer_class(config.optimizer_class)
-    data = _data(resolved, recipe_class, world)
     # a run that goes on from another host must not fail here
     if world.is_main and not world.restarts and config.log:
         from yolofleet.config.loggers import check_usable
@@ -126,22 +137,24 @@ def read_inputs(
             is_of_run=folder.is_of_run,
             copied_to=config.checkpoint_to if world.restarts else "",
         )
-    return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
+    resumed = None
+    if snapshot is not None:
+        from yolofleet.training.resume import stored_description
 
-
-def with_masks(inputs: Inputs, task: Task, world: World) -> Inputs:
-    """Return the inputs with masks of labels if the task needs them. Collective: every rank.
-
-    Raises:
-        DataError: the data set has no masks.
-    """
-    if not task.reads_masks:
-        return inputs
-    return replace(inputs, data=_data(inputs.resolved, inputs.recipe_class, world, masks=True))
+        resumed = stored_description(snapshot)
+    with world.activity.doing("weights"):
+        start = description_and_weights(config, resumed, recipe_class.description)
+    network = outline(start[0], 1)  # its task and strides are those of any number of classes
+    data, stride = _data(resolved, recipe_class, start[0], task_of(network), world), max(network.strides)
+    return Inputs(resolved, recipe, recipe_class, optimizer, precision, start, stride, data, snapshot, memory)
 
 
 def _data(
-    resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World, *, masks: bool = False
+    resolved: Resolved[TrainConfig],
+    recipe_class: TrainingRecipe,
+    description: ModelDescription,
+    task: Task,
+    world: World,
 ) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     config = resolved.value
@@ -150,7 +163,12 @@ def _data(
     with world.activity.doing("indexing"):
         progress = partial(world.console.progress, "reading labels", unit="images")
         build = partial(
-            build_index, spec, single_cls=config.single_cls, masks=masks, ranks=world, on_progress=progress
+            build_index,
+            spec,
+            single_cls=config.single_cls,
+            masks=task.reads_masks,
+            ranks=world,
+            on_progress=progress,
         )
         index = build("train")
         val_index = build("val") if spec.has_val else index.none_of("val")
@@ -158,8 +176,10 @@ def _data(
             from yolofleet.config.checks import check_without_validation
 
             check_without_validation(resolved)
-    if masks:
-        check_masks(index, val_index)
+    if task.reads_masks:
+        from yolofleet.training.rank.masks import check_masks, way_to_boxes
+
+        check_masks(index, val_index, instead=way_to_boxes(resolved, description))
     if index.is_mirrored:
         from yolofleet.storage.object_store import OUTAGE_S
 

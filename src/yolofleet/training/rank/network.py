@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
@@ -38,7 +38,6 @@ from yolofleet.tasks.table import task_of
 from yolofleet.training.network import (
     build_network,
     checkpoint_activations,
-    description_and_weights,
     freeze,
     lr_factors,
     with_fitting_anchors,
@@ -47,7 +46,7 @@ from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
 from yolofleet.training.parallel.replicas import Replicas
 from yolofleet.training.parallel.world import World
-from yolofleet.training.rank.inputs import Data, Inputs, training_samples
+from yolofleet.training.rank.inputs import Data, Inputs, Start, training_samples
 from yolofleet.training.rank.memory_probe import (
     LargestPass,
     check_pass,
@@ -58,12 +57,6 @@ from yolofleet.training.rank.memory_probe import (
 )
 from yolofleet.training.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.training.state import TrainState
-
-if TYPE_CHECKING:
-    from yolofleet.families.networks.description import ModelDescription
-    from yolofleet.families.weights.value import Weights
-
-Start: TypeAlias = "tuple[ModelDescription, Weights | None]"
 
 
 @dataclass(frozen=True)
@@ -95,24 +88,16 @@ class Network:
 
 
 def read_start(inputs: Inputs, world: World) -> Start:
-    """Return the description of the network, and the weights to start from. No collective."""
-    resumed = None
-    if inputs.snapshot is not None:
-        from yolofleet.training.resume import stored_description  # a new run imports no part of a resume
-
-        resumed = stored_description(inputs.snapshot)
-    with world.activity.doing("weights"):
-        description, weights = description_and_weights(
-            inputs.config, resumed, inputs.recipe_class.description
-        )
-        if resumed is None and (to_train := family_of(description).to_train):
-            expected = outline(description, len(inputs.data.train.names)).state_dict().items()
-            given = weights.tensors if weights is not None else {}
-            untrained = [name for name, t in expected if name not in given or given[name].shape != t.shape]
-            description, note = load(to_train)(description, untrained)
-            if note:
-                world.console.note(note)
-        return description, weights
+    """Return the description of the network to train, and the weights to start from. No collective."""
+    description, weights = inputs.start
+    if inputs.snapshot is None and (to_train := family_of(description).to_train):
+        expected = outline(description, len(inputs.data.train.names)).state_dict().items()
+        given = weights.tensors if weights is not None else {}
+        untrained = [name for name, t in expected if name not in given or given[name].shape != t.shape]
+        description, note = load(to_train)(description, untrained)
+        if note:
+            world.console.note(note)
+    return description, weights
 
 
 def with_recipe(inputs: Inputs, start: Start, world: World) -> Inputs:
@@ -149,8 +134,7 @@ def built_network(inputs: Inputs, start: Start, world: World) -> Network:
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
             world.console.note(f"{note}: --img {stated} trains at that size")
-    stride = max(outline(description, len(data.names)).strides)
-    img = -(-config.img // stride) * stride
+    img = -(-config.img // inputs.stride) * inputs.stride
     anchors = ""
     if config.autoanchor and inputs.snapshot is None:
         description, anchors = with_fitting_anchors(description, data, recipe.value, img, config.seed)
@@ -161,7 +145,7 @@ def built_network(inputs: Inputs, start: Start, world: World) -> Network:
     sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=inputs.precision == "tf32")
     loss = inputs.recipe_class.loss(model, recipe.value, img)
-    return Network(model, loss, recipe, img, stride, sizes, anchors)
+    return Network(model, loss, recipe, img, inputs.stride, sizes, anchors)
 
 
 @dataclass(frozen=True)

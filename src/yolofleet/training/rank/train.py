@@ -29,7 +29,7 @@ from yolofleet.training.fingerprint import fingerprint
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import file_writers, open_console
-from yolofleet.training.rank.inputs import Data, Inputs, open_caches, read_inputs, with_masks
+from yolofleet.training.rank.inputs import Data, Inputs, open_caches, read_inputs
 from yolofleet.training.rank.network import (
     Network,
     Prepared,
@@ -155,7 +155,6 @@ def built_run(
     start = read_start(inputs, world)
     inputs = with_batch_by_memory(with_recipe(inputs, start, world), start, world)
     network = built_network(inputs, start, world)
-    inputs = with_masks(inputs, task_of(network.model), world)
     prepared = prepared_state(inputs, network, world)
     config, data, state = prepared.config, inputs.data, prepared.state
     callbacks: Callbacks | None = None

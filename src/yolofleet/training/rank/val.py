@@ -13,7 +13,7 @@ import torch
 from yolofleet.config.checks import FP16_ON_CPU, check_suppression
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
-from yolofleet.data.datasets.index import DataIndex, build_index, check_masks
+from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import Id
 from yolofleet.data.datasets.listing import files_digest
 from yolofleet.families.networks.class_names import NameMatch, ReorderedClasses, match_names
@@ -76,7 +76,9 @@ def _validate(config: ValConfig, world: World, folder: RunFolder) -> None:
             index = build_index(
                 spec, config.split, single_cls=config.single_cls, masks=True, ranks=world, on_progress=told
             )
-        check_masks(index)
+        from yolofleet.training.rank.masks import check_masks
+
+        check_masks(index, instead="validate a network without masks")
         check_equal(world, "the masks", files_digest(index))
     check_suppression(config, needs_nms=opened.model.needs_nms)
     task_of(opened.model).check(
