@@ -89,7 +89,7 @@ def test_masks_that_are_rectangles_move_as_boxes_do(look):
         masks = labels.mapped(places, view, look)
         assert masks.classes.tolist() == boxes.classes.tolist()
         assert np.allclose(masks.boxes, boxes.boxes, atol=1e-4)
-        around = np.array([box_around(*rings) for rings in masks.rings]).reshape(-1, 4)
+        around = np.array([box_around(*rings) for rings in masks.rings.lists()]).reshape(-1, 4)
         assert np.allclose(around, boxes.boxes, atol=1e-4)
         areas = masks.rasters((48, 64)).sum((1, 2)) / 255
         assert np.allclose(areas, masks.boxes[:, 2:].prod(1) * 48 * 64, atol=0.3)
@@ -108,9 +108,11 @@ def test_masks_move_as_pixels_do(kind):
     places = np.array([[side, side, left, top]] * len(labels), float)
     moved = labels.mapped(places, view, Look(None, True, False))
     assert len(moved) > 3
-    for number, rings, box in zip(moved.classes, moved.rings, moved.boxes, strict=True):
+    for number, rings, box in zip(moved.classes, moved.rings.lists(), moved.boxes, strict=True):
         share = np.zeros((1 + canvas, 1 + canvas))
-        share[top : top + side, left : left + side] = winding_raster(labels.rings[number], (side, side), 6)
+        share[top : top + side, left : left + side] = winding_raster(
+            labels.rings.lists()[number], (side, side), 6
+        )
         painted = share[:canvas, :canvas].astype(np.float32)
         shift = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
         matrix = shift @ view.to_output @ np.linalg.inv(shift)
@@ -186,7 +188,7 @@ def test_a_raster_is_the_exact_share_of_each_pixel():
 
 
 def test_rasters_of_any_rings_are_those_of_a_fine_grid():
-    labels = [*blobs(1, 20).rings.tolist(), *blobs(2, 3, 120).rings.tolist()]
+    labels = [*blobs(1, 20).rings.lists(), *blobs(2, 3, 120).rings.lists()]
     outer, hole, apart = (
         square(0.1, 0.2, 0.55, 0.9),
         square(0.2, 0.33, 0.4, 0.71)[::-1],
@@ -223,7 +225,7 @@ def test_the_labels_of_a_letterboxed_image_are_padded_with_it():
     labels = labels_of([square(0.25, 0.25, 0.75, 0.5)])
     _, back = letterbox(np.zeros((50, 100, 3), np.uint8), 64)
     moved = labels.letterboxed(np.array([100, 50]), back)
-    assert np.allclose(box_around(*moved.rings[0]), moved.boxes[0], atol=1e-6)
+    assert np.allclose(box_around(*moved.rings.lists()[0]), moved.boxes[0], atol=1e-6)
     # ratio 0.64, 16 rows of padding: columns 16..48, rows 16 + 8 .. 16 + 16
     assert np.allclose(moved.boxes[0] * 64, [32, 28, 32, 8], atol=1e-4)
 

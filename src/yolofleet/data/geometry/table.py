@@ -19,7 +19,10 @@ def as_objects(values: Sequence[Any]) -> np.ndarray:
 
 
 class Table:
-    """The base of such dataclasses. The first axis of each field has the length of the table."""
+    """The base of such dataclasses. The first axis of each field has the length of the table.
+
+    A column that is no array has a class with ``__getitem__`` and ``joined``, as a table has them.
+    """
 
     __match_args__: tuple[
         str, ...
@@ -35,6 +38,5 @@ class Table:
     @classmethod
     def joined(cls, tables: Sequence[Self]) -> Self:
         """Concatenate at least one table."""
-        return cls(
-            *[np.concatenate([getattr(table, name) for table in tables]) for name in cls.__match_args__]
-        )
+        parts = [[getattr(table, name) for table in tables] for name in cls.__match_args__]
+        return cls(*[np.concatenate(p) if isinstance(p[0], np.ndarray) else p[0].joined(p) for p in parts])

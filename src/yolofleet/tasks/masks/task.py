@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.labels import OUTLINE_UNIT
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.data.geometry.nms import detections
+from yolofleet.data.geometry.rings import Rings
 from yolofleet.data.geometry.table import as_objects
 from yolofleet.tasks.boxes.coco import CocoMetrics
 from yolofleet.tasks.boxes.found import FoundBoxes
@@ -52,11 +54,19 @@ class Masks(Task):
     fitness_of = MappingProxyType({**BOXES.fitness_of, **_fitness})
 
     def labels(self, index: DataIndex, image: int) -> MaskShapes:
-        return MaskShapes(**vars(index.labels(image)), rings=as_objects(index.outlines(image)))
+        labels = index.labels(image)
+        if not len(index.points):
+            return MaskShapes(**vars(labels), rings=Rings.of([[]] * len(labels)))
+        start, stop = index.offsets[image : image + 2].tolist()
+        crowd, borders = index.crowd[start:stop], index.polygon_offsets[start : stop + 1]
+        ends = index.point_offsets[borders[0] : borders[-1] + 1]
+        points = index.points[ends[0] : ends[-1]].astype(np.float32) / OUTLINE_UNIT
+        rings = Rings(points, ends[1:] - ends[:-1], borders[1:] - borders[:-1])
+        return MaskShapes(**vars(labels), rings=rings[~crowd] if crowd.any() else rings)
 
     def made_up(self, objects: int) -> MaskShapes:
         square = np.array([(0.25, 0.25), (0.75, 0.25), (0.75, 0.75), (0.25, 0.75)], np.float32)
-        return MaskShapes(**vars(super().made_up(objects)), rings=as_objects([[square]] * objects))
+        return MaskShapes(**vars(super().made_up(objects)), rings=Rings.of([[square]] * objects))
 
     def found(self, decoded: DecodedMasks, limits: Limits) -> tuple[list[FoundMasks], int]:
         per_image, cut = detections(decoded.boxes, **vars(limits), numbered=True)

@@ -1,0 +1,412 @@
+/* The loops over points of data/geometry/rings.py, which has the same functions in NumPy. Both give the same bits, because every
+   operation rounds by itself (-ffp-contract=off) and sums have the same order.
+
+   n labels, R rings, P points. A window is x and y of its lower and of its upper corner. */
+
+#include "../../support/extension.h"
+#include <math.h>
+
+/* VERSION changes with every change of what the functions take or give; rings.py uses no other one. */
+enum { VERSION = 1, MOST_FACTOR = 6, LARGEST_SIDE = 1 << 16 };
+static const double SMALLEST_AREA = 1e-9, NUDGE = 1e-6; /* as in rings.py */
+
+typedef struct {
+    double at[2];
+} Point;
+
+typedef struct {
+    const Point *points;
+    const int64_t *lengths, *counts;
+    Py_ssize_t labels;
+} Rings;
+
+static inline double less(double a, double b) { return a < b ? a : b; }
+static inline double more(double a, double b) { return a > b ? a : b; }
+/* Of numbers that are not negative. */
+static inline int64_t down(double a) { return (int64_t)a; }
+static inline int64_t up(double a) { return (int64_t)a + (a > (double)(int64_t)a); }
+
+/* ---- choose ---- */
+
+/* Copy the rings of the chosen labels; returns 0 without memory. ``size`` is that of a point. */
+static int take_rings(const uint8_t *points, Py_ssize_t size, Rings in, const int64_t *numbers, Py_ssize_t chosen,
+                      PyObject **out)
+{
+    int64_t *firsts = PyMem_RawMalloc((size_t)(2 * in.labels + 1) * sizeof(int64_t)); /* of rings and points */
+    int64_t rings = 0, total = 0;
+    if (!firsts)
+        return 0;
+    for (Py_ssize_t label = 0; label < in.labels; label++) {
+        firsts[2 * label] = rings;
+        firsts[2 * label + 1] = total;
+        for (int64_t r = 0; r < in.counts[label]; r++)
+            total += in.lengths[rings++];
+    }
+    const int64_t ends[2] = {rings, total};
+    rings = total = 0;
+    for (Py_ssize_t i = 0; i < chosen; i++) {
+        const int64_t *first = firsts + 2 * numbers[i], *next = numbers[i] + 1 < in.labels ? first + 2 : ends;
+        rings += next[0] - first[0];
+        total += next[1] - first[1];
+    }
+    out[0] = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total * size);
+    out[1] = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)rings * 8);
+    out[2] = PyByteArray_FromStringAndSize(NULL, chosen * 8);
+    if (out[0] && out[1] && out[2]) {
+        char *to_points = PyByteArray_AS_STRING(out[0]), *to_lengths = PyByteArray_AS_STRING(out[1]);
+        char *to_counts = PyByteArray_AS_STRING(out[2]);
+        for (Py_ssize_t i = 0; i < chosen; i++) {
+            const int64_t *first = firsts + 2 * numbers[i], *next = numbers[i] + 1 < in.labels ? first + 2 : ends;
+            const size_t of_points = (size_t)((next[1] - first[1]) * size), of_rings = (size_t)(next[0] - first[0]) * 8;
+            memcpy(to_points, points + first[1] * size, of_points);
+            memcpy(to_lengths, in.lengths + first[0], of_rings);
+            memcpy(to_counts + 8 * i, in.counts + numbers[i], 8);
+            to_points += of_points;
+            to_lengths += of_rings;
+        }
+    }
+    PyMem_RawFree(firsts);
+    return out[0] && out[1] && out[2];
+}
+
+/* ---- cut rings by a window ---- */
+
+/* Keep the part of a ring on one side of a line (Sutherland and Hodgman); returns the number of points. */
+static int64_t clip_side(const Point *in, int64_t n, int axis, double bound, double sign, Point *out)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const Point *start = in + i, *stop = in + (i + 1 < n ? i + 1 : 0);
+        const int is_in = (start->at[axis] - bound) * sign >= 0, next_in = (stop->at[axis] - bound) * sign >= 0;
+        if (is_in)
+            out[count++] = *start;
+        if (is_in == next_in)
+            continue;
+        const double share = (bound - start->at[axis]) / (stop->at[axis] - start->at[axis]);
+        Point crossing;
+        for (int k = 0; k < 2; k++)
+            crossing.at[k] = start->at[k] + share * (stop->at[k] - start->at[k]);
+        crossing.at[axis] = bound;
+        out[count++] = crossing;
+    }
+    return count;
+}
+
+/* Widen the box by the ends of the edges that are not on the border; return whether a point is a corner of the window. */
+static int widen_box(const Point *ring, int64_t n, const double window[4], double box[4])
+{
+    int at_corner = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const Point ends[2] = {ring[i], ring[i + 1 < n ? i + 1 : 0]};
+        int on_border = 0, sides = 0;
+        for (int k = 0; k < 2; k++) {
+            const int at_side = ends[0].at[k] == window[k] || ends[0].at[k] == window[2 + k];
+            sides += at_side;
+            on_border |= at_side && ends[0].at[k] == ends[1].at[k];
+        }
+        at_corner |= sides == 2;
+        for (int end = 0; end < 2 && !on_border; end++) {
+            for (int k = 0; k < 2; k++) {
+                box[k] = less(box[k], ends[end].at[k]);
+                box[2 + k] = more(box[2 + k], ends[end].at[k]);
+            }
+        }
+    }
+    return at_corner;
+}
+
+/* How often a ring winds around a point. */
+static int winding(const Point *ring, int64_t n, double at_x, double at_y)
+{
+    int turns = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double x = ring[i].at[0], y = ring[i].at[1];
+        const Point *next = ring + (i + 1 < n ? i + 1 : 0);
+        if ((y <= at_y) == (next->at[1] <= at_y))
+            continue;
+        const double slope = (next->at[0] - x) / (next->at[1] - y);
+        if (x + (at_y - y) * slope > at_x)
+            turns += next->at[1] > y ? 1 : -1;
+    }
+    return turns;
+}
+
+static void cut_rings(Rings in, const double window[4], Point *spare, int64_t most, Point *points, int64_t *lengths,
+                      int64_t *counts, uint8_t *is_cut, double *boxes, int64_t *written)
+{
+    const Point *next = in.points;
+    const int64_t *length = in.lengths;
+    int64_t rings = 0, total = 0;
+    for (Py_ssize_t label = 0; label < in.labels; label++) {
+        const Point *first = next;
+        double box[4] = {INFINITY, INFINITY, -INFINITY, -INFINITY};
+        int at_corner = 0;
+        is_cut[label] = 0;
+        counts[label] = 0;
+        for (int64_t r = 0; r < in.counts[label]; r++)
+            for (int64_t i = 0; i < length[r]; i++, next++)
+                for (int k = 0; k < 2; k++)
+                    is_cut[label] |= next->at[k] < window[k] || next->at[k] > window[2 + k];
+        next = first;
+        for (int64_t r = 0; r < in.counts[label]; r++) {
+            const Point *ring = next;
+            int64_t n = length[r];
+            next += n;
+            if (is_cut[label]) {
+                Point *from = spare, *to = spare + MOST_FACTOR * most;
+                n = clip_side(ring, n, 0, window[0], 1, from);
+                n = clip_side(from, n, 0, window[2], -1, to);
+                n = clip_side(to, n, 1, window[1], 1, from);
+                n = clip_side(from, n, 1, window[3], -1, to);
+                ring = to;
+            }
+            if (!n)
+                continue;
+            at_corner |= widen_box(ring, n, window, box);
+            if (is_cut[label]) {
+                double area = 0;
+                for (int64_t i = 0; i < n; i++) {
+                    const Point *after = ring + (i + 1 < n ? i + 1 : 0);
+                    area += ring[i].at[0] * after->at[1] - after->at[0] * ring[i].at[1];
+                }
+                if (!(fabs(area / 2) > SMALLEST_AREA))
+                    continue;
+            }
+            memcpy(points + total, ring, (size_t)n * sizeof(Point));
+            total += n;
+            lengths[rings++] = n;
+            counts[label]++;
+        }
+        for (int corner = 0; at_corner && corner < 4; corner++) {
+            const double x = window[corner / 2 * 2], y = window[corner % 2 * 2 + 1];
+            const double at_x = corner / 2 ? x - NUDGE : x + NUDGE, at_y = corner % 2 ? y - NUDGE : y + NUDGE;
+            const Point *ring = first;
+            int turns = 0;
+            for (int64_t r = 0; r < in.counts[label]; ring += length[r++])
+                turns += winding(ring, length[r], at_x, at_y);
+            if (turns > 0) {
+                box[0] = less(box[0], x), box[1] = less(box[1], y);
+                box[2] = more(box[2], x), box[3] = more(box[3], y);
+            }
+        }
+        memcpy(boxes + 4 * label, box, sizeof box);
+        length += in.counts[label];
+    }
+    written[0] = total;
+    written[1] = rings;
+}
+
+/* ---- raster ---- */
+
+/* Add to ``sums``, rows of width + 2 cells, what one edge adds to its cells. Coordinates are those of the window. */
+static void add_edge(Point start, Point stop, int64_t stride, double *sums)
+{
+    if (start.at[1] == stop.at[1])
+        return;
+    const int goes_up = start.at[1] > stop.at[1];
+    const Point upper = goes_up ? stop : start, lower = goes_up ? start : stop;
+    const double slope = (lower.at[0] - upper.at[0]) / (lower.at[1] - upper.at[1]);
+    const double most = more(upper.at[0], lower.at[0]);
+    const int64_t first_row = down(upper.at[1]), end_row = up(lower.at[1]);
+    int64_t row = first_row;
+    do {
+        const double top = more(upper.at[1], (double)row), bottom = less(lower.at[1], (double)(row + 1));
+        const double x_top = less(more(upper.at[0] + (top - upper.at[1]) * slope, 0), most);
+        const double x_bottom = less(more(upper.at[0] + (bottom - upper.at[1]) * slope, 0), most);
+        const double height = goes_up ? bottom - top : top - bottom;
+        const double left = less(x_top, x_bottom), right = more(x_top, x_bottom), across = right - left;
+        const int64_t end_column = up(right);
+        int64_t column = down(left);
+        do {
+            const double inner_left = more(left, (double)column), inner_right = less(right, (double)(column + 1));
+            const double part = (across > 0 ? (inner_right - inner_left) / across : 1) * height;
+            const double to_left = part * ((inner_left + inner_right) / 2 - (double)column);
+            double *cell = sums + row * stride + column;
+            cell[0] += part - to_left;
+            cell[1] += to_left;
+        } while (++column < end_column);
+    } while (++row < end_row);
+}
+
+/* ``scaled`` and ``sums`` have room for the points of a label, and for (width + 2) * height cells. */
+static void raster_rings(Rings in, int64_t width, int64_t height, Point *scaled, double *sums, uint8_t *out)
+{
+    const int64_t *length = in.lengths;
+    const double sides[2] = {(double)width, (double)height};
+    double share = 0; /* runs on over the labels, as in NumPy */
+    for (Py_ssize_t label = 0; label < in.labels; label++, out += width * height) {
+        double low[2] = {INFINITY, INFINITY}, high[2] = {0, 0};
+        int64_t count = 0;
+        for (int64_t r = 0; r < in.counts[label]; r++)
+            count += length[r];
+        for (int64_t i = 0; i < count; i++) {
+            for (int k = 0; k < 2; k++) {
+                const double value = less(more(in.points[i].at[k] * sides[k], 0), sides[k]);
+                scaled[i].at[k] = value;
+                low[k] = less(low[k], value);
+                high[k] = more(high[k], value);
+            }
+        }
+        in.points += count;
+        if (count) {
+            const int64_t left = down(low[0]), top = down(low[1]);
+            const int64_t w = up(high[0]) > left ? up(high[0]) - left : 1, h = up(high[1]) > top ? up(high[1]) - top : 1;
+            const int64_t stride = w + 2; /* an edge on the right border begins in a column beyond it */
+            memset(sums, 0, (size_t)(stride * h) * sizeof(double));
+            for (int64_t i = 0; i < count; i++)
+                scaled[i].at[0] -= (double)left, scaled[i].at[1] -= (double)top;
+            const Point *ring = scaled;
+            for (int64_t r = 0; r < in.counts[label]; ring += length[r++])
+                for (int64_t i = 0; i < length[r]; i++)
+                    add_edge(ring[i], ring[i + 1 < length[r] ? i + 1 : 0], stride, sums);
+            uint8_t *corner = out + top * width + left;
+            for (int64_t y = 0; y < h; y++) {
+                for (int64_t x = 0; x < stride; x++) {
+                    share += sums[y * stride + x];
+                    /* a mask on the last border begins beyond the raster */
+                    if (x < w && left + x < width && top + y < height)
+                        corner[y * width + x] = (uint8_t)(less(more(share, 0), 1) * 255 + 0.5);
+                }
+            }
+        }
+        length += in.counts[label];
+    }
+}
+
+/* ---- Python ---- */
+
+/* Check that rings fit together; return the largest number of points of a label, -1 with an error. ``size``: of a point. */
+static int64_t check_rings(const Py_buffer *points, Py_ssize_t size, const Py_buffer *lengths, const Py_buffer *counts,
+                           Rings *rings)
+{
+    const Py_ssize_t total = points->len / size, count = lengths->len / 8;
+    int64_t at_point = 0, at_ring = 0, most = 0;
+    *rings = (Rings){points->buf, lengths->buf, counts->buf, counts->len / 8};
+    for (Py_ssize_t label = 0; label < rings->labels; label++) {
+        const int64_t before = at_point;
+        for (int64_t r = 0; r < rings->counts[label]; r++, at_ring++) {
+            if (at_ring >= count || rings->lengths[at_ring] < 1 || rings->lengths[at_ring] > total - at_point)
+                goto wrong;
+            at_point += rings->lengths[at_ring];
+        }
+        most = at_point - before > most ? at_point - before : most;
+    }
+    if (at_point == total && at_ring == count)
+        return most;
+wrong:
+    PyErr_SetString(PyExc_ValueError, "points are [P, 2], lengths int64 [R] and counts int64 [n] that add up");
+    return -1;
+}
+
+static PyObject *take(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer points, lengths, counts, numbers;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*", &points, &lengths, &counts, &numbers))
+        return NULL;
+    Rings rings;
+    PyObject *out[3] = {NULL, NULL, NULL};
+    const Py_ssize_t size = 2 * points.itemsize, chosen = numbers.len / 8;
+    if (check_rings(&points, size, &lengths, &counts, &rings) >= 0) {
+        const int64_t *number = numbers.buf;
+        for (Py_ssize_t i = 0; i < chosen && !PyErr_Occurred(); i++)
+            if (number[i] < 0 || number[i] >= rings.labels)
+                PyErr_SetString(PyExc_IndexError, "there is no label of that number");
+        if (!PyErr_Occurred() && !take_rings(points.buf, size, rings, number, chosen, out) && !PyErr_Occurred())
+            PyErr_NoMemory();
+    }
+    PyBuffer_Release(&points);
+    PyBuffer_Release(&lengths);
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&numbers);
+    if (!PyErr_Occurred())
+        return Py_BuildValue("NNN", out[0], out[1], out[2]);
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(out[i]);
+    return NULL;
+}
+
+static PyObject *cut(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer points, lengths, counts, out_points, out_lengths, out_counts, is_cut, boxes;
+    double window[4];
+    if (!PyArg_ParseTuple(args, "y*y*y*(dddd)w*w*w*w*w*", &points, &lengths, &counts, window, window + 1, window + 2,
+                          window + 3, &out_points, &out_lengths, &out_counts, &is_cut, &boxes))
+        return NULL;
+    Rings rings;
+    int64_t written[2] = {-1, -1};
+    const int64_t most = check_rings(&points, sizeof(Point), &lengths, &counts, &rings);
+    if (most >= 0 && (out_points.len < MOST_FACTOR * points.len || out_lengths.len < lengths.len ||
+                      out_counts.len < counts.len || is_cut.len < rings.labels || boxes.len < 4 * counts.len)) {
+        PyErr_SetString(PyExc_ValueError, "an output is too small");
+    } else if (most >= 0) {
+        Point *spare = PyMem_RawMalloc((size_t)(2 * MOST_FACTOR * most + 1) * sizeof(Point));
+        if (spare) {
+            Py_BEGIN_ALLOW_THREADS
+            cut_rings(rings, window, spare, most, out_points.buf, out_lengths.buf, out_counts.buf, is_cut.buf,
+                      boxes.buf, written);
+            Py_END_ALLOW_THREADS
+            PyMem_RawFree(spare);
+        } else {
+            PyErr_NoMemory();
+        }
+    }
+    PyBuffer_Release(&points);
+    PyBuffer_Release(&lengths);
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&out_points);
+    PyBuffer_Release(&out_lengths);
+    PyBuffer_Release(&out_counts);
+    PyBuffer_Release(&is_cut);
+    PyBuffer_Release(&boxes);
+    return PyErr_Occurred() ? NULL : Py_BuildValue("LL", (long long)written[0], (long long)written[1]);
+}
+
+static PyObject *raster(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer points, lengths, counts, out;
+    long height, width;
+    if (!PyArg_ParseTuple(args, "y*y*y*(ll)w*", &points, &lengths, &counts, &height, &width, &out))
+        return NULL;
+    Rings rings;
+    const int64_t most = check_rings(&points, sizeof(Point), &lengths, &counts, &rings);
+    if (most >= 0 && (height < 1 || width < 1 || height > LARGEST_SIDE || width > LARGEST_SIDE ||
+                      out.len / height / width < rings.labels)) {
+        PyErr_SetString(PyExc_ValueError, "the output is uint8 [n, h, w]");
+    } else if (most >= 0) {
+        Point *scaled = PyMem_RawMalloc((size_t)(most + 1) * sizeof(Point));
+        double *sums = PyMem_RawMalloc(((size_t)width + 2) * (size_t)height * sizeof(double) + sizeof(double));
+        if (scaled && sums) {
+            Py_BEGIN_ALLOW_THREADS
+            raster_rings(rings, width, height, scaled, sums, out.buf);
+            Py_END_ALLOW_THREADS
+        } else {
+            PyErr_NoMemory();
+        }
+        PyMem_RawFree(scaled);
+        PyMem_RawFree(sums);
+    }
+    PyBuffer_Release(&points);
+    PyBuffer_Release(&lengths);
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&out);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"take", take, METH_VARARGS, "take(points, lengths, counts, numbers) -> those of the labels of these numbers, as bytes"},
+    {"cut", cut, METH_VARARGS, "cut(points, lengths, counts, window, *outputs) -> numbers of points and rings that are left"},
+    {"raster", raster, METH_VARARGS, "raster(points, lengths, counts, (height, width), out)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_rings", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__rings(void)
+{
+    return new_module(&definition, VERSION);
+}
