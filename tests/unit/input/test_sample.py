@@ -10,6 +10,7 @@ import pytest
 from label_rows import rows_of
 
 from yolofleet.config.schema import Recipe, closing_epoch
+from yolofleet.data.geometry.mask_shapes import MaskShapes
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.support.errors import DataError
@@ -303,6 +304,31 @@ def test_copy_paste_and_cutout_leave_the_other_draws_as_they_are():
         assert (after[len(before) :, 0] % 2 == 0).all()  # only even images have polygons
         pasted += len(after) - len(before)
     assert pasted > 3
+
+
+def test_boxes_beside_pasted_objects_are_those_of_what_is_left_of_their_masks():
+    pictures = Pictures()
+
+    def labels(index: Pictures, image: int) -> MaskShapes:
+        plain = index.labels(image)
+        return MaskShapes.of_image(plain.classes, plain.boxes, index.outlines(image))
+
+    recipe = Recipe(**PLAIN.model_dump() | {"copy_paste": 1.0, "fliplr": 0.5, "translate": 0.2})
+    made = TrainSamples(pictures, pictures, recipe, img=IMG, seed=0, epochs=10, labels=labels)
+    plain = samples(Recipe(**recipe.model_dump() | {"copy_paste": 0}))
+    pasted = hidden = 0
+    for key in [(epoch, position) for epoch in range(4) for position in range(12)]:
+        found, before = made.sample(*key)[1], plain.sample(*key)[1]
+        assert isinstance(found, MaskShapes)
+        masked = found.rows(found.has_mask)
+        for box, raster in zip(masked.corners_px(IMG, IMG), masked.rasters((IMG, IMG)), strict=True):
+            rows, columns = (np.flatnonzero((raster > 127).any(axis=axis)) for axis in (1, 0))
+            left = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
+            assert np.abs(left - box).max() < 2.5  # a diamond ends in points, less than half of a pixel
+        own = found.rows(found.classes == before.classes[0]) if len(before) else found.rows(slice(0))
+        pasted += len(found) - len(own)
+        hidden += any(np.abs(before.boxes - box).max(axis=1).min() > 2 / IMG for box in own.boxes)
+    assert pasted > 20 and hidden > 2
 
 
 def test_samples_with_every_change_are_functions_of_their_keys():
