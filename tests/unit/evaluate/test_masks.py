@@ -201,14 +201,15 @@ def test_differences_of_masks_count_where_their_sign_does():
     rows = [(20, 20, 16, 16, 0.6), (45, 44, 20, 24, 0.7), (12, 50, 8, 8, 0.4)]
     ours = decoded_of(rows, images=2)
     for in_order in (True, False):
-        assert MASKS.difference(ours, ours, (64, 64), in_order=in_order).score == 0
+        assert MASKS.difference(ours, ours, (64, 64), in_order=in_order).mask == 0
         turned = ours._replace(coefficients=-ours.coefficients)
-        assert MASKS.difference(ours, turned, (64, 64), in_order=in_order).score > 0.5
+        found = MASKS.difference(ours, turned, (64, 64), in_order=in_order)
+        assert found.mask > 0.5 and found.place == found.score == 0
         near = ours._replace(prototypes=ours.prototypes + 1e-5)
-        assert 0 <= MASKS.difference(ours, near, (64, 64), in_order=in_order).score < 1e-3
+        assert 0 <= MASKS.difference(ours, near, (64, 64), in_order=in_order).mask < 1e-3
     order = torch.tensor([2, 0, 1])
     mixed = DecodedMasks(ours.decoded[:, order], ours.coefficients[:, order], ours.prototypes)
-    assert MASKS.difference(ours, mixed, (64, 64), in_order=False).score == 0
+    assert MASKS.difference(ours, mixed, (64, 64), in_order=False).mask == 0
     assert MASKS.difference(ours, mixed, (64, 64), in_order=True).place > 1
     broken = ours._replace(prototypes=ours.prototypes * torch.nan)
     assert MASKS.difference(ours, broken, (64, 64), in_order=True).place == torch.inf
