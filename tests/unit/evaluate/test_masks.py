@@ -204,9 +204,10 @@ def test_differences_of_masks_count_where_their_sign_does():
         assert MASKS.difference(ours, ours, (64, 64), in_order=in_order).mask == 0
         turned = ours._replace(coefficients=-ours.coefficients)
         found = MASKS.difference(ours, turned, (64, 64), in_order=in_order)
-        assert found.mask > 0.5 and found.place == found.score == 0
+        assert found.mask and found.mask > 0.5 and found.place == found.score == 0
         near = ours._replace(prototypes=ours.prototypes + 1e-5)
-        assert 0 <= MASKS.difference(ours, near, (64, 64), in_order=in_order).mask < 1e-3
+        slight = MASKS.difference(ours, near, (64, 64), in_order=in_order).mask
+        assert slight is not None and 0 <= slight < 1e-3
     order = torch.tensor([2, 0, 1])
     mixed = DecodedMasks(ours.decoded[:, order], ours.coefficients[:, order], ours.prototypes)
     assert MASKS.difference(ours, mixed, (64, 64), in_order=False).mask == 0
