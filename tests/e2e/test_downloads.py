@@ -150,13 +150,13 @@ def test_a_data_set_is_downloaded_when_the_user_says_so_and_never_silently(serve
     files = {f"coco128/images/train2017/{i}.jpg": image(i) for i in range(2)}
     files |= {f"coco128/labels/train2017/{i}.txt": b"0 0.5 0.5 0.5 0.5\n" for i in range(2)}
     publish(server, monkeypatch, "coco128", {"coco128.zip": zip_of(files)})
-    # an unknown model ends the run after its data set was read
-    train = ["train", "--data", "coco128.yaml", "--model", "none-such", "--device", "cpu"]
+    # layers that the network lacks end the run after its data set was read
+    train = ["train", "--data", "coco128.yaml", "--model", "yolov5n", "--freeze", "99", "--device", "cpu"]
     assert main(train) == 3  # no terminal here: the message says how
     assert "yolofleet data download coco128, or --download" in capsys.readouterr().err
     assert not server.asked and not Path("datasets").exists()
     assert main([*train, "--download"]) == 2
-    assert "unknown model" in capsys.readouterr().err and len(server.asked) == 1
+    assert "--freeze 99" in capsys.readouterr().err and len(server.asked) == 1
     assert main([*train, "--download"]) == 2 and len(server.asked) == 1  # it is here
     assert main(["train", "--data", "shapes", "--model", "yolov5n", "--download"]) == 2
     assert "shapes is not one of them" in capsys.readouterr().err
