@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
 from mask_data import small_masks
+from walks import sampled
 
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.storage.yaml_lines import read_yaml
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
-NETWORKS = [
-    *("dfine-toy", "dfine-toy-seg"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("rtdetr-toy", "rtdetr-toy-seg")),
-]
+NETWORKS = sampled(("dfine-toy", "dfine-toy-seg", "rtdetr-toy", "rtdetr-toy-seg"), 4)
 IMAGES, LABELLED = 30, 3
 RUN = [
     "train", "--data", "small shapes/data.yaml", "--recipe-class", "small_detr.py:Small", "--img", "64",
@@ -47,10 +45,7 @@ def trained(folder: Path, name: str, model: str, ranks: int, *more: str) -> str:
     return results(folder / "runs" / "train" / name)["weights_sha256"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[NETWORKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS[1:])],
-)
+@pytest.fixture(scope="module", params=NETWORKS)
 def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
