@@ -23,7 +23,9 @@ CIRCLES = Path(__file__).resolve().parents[2] / "toy_task" / "circles.py"
 @pytest.fixture
 def users(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of the task of circles, which a run finds."""
-    monkeypatch.delitem(sys.modules, CIRCLES.stem, raising=False)  # as another test has imported it
+    # another test has imported a copy, whose folder stays in the path
+    monkeypatch.delitem(sys.modules, CIRCLES.stem, raising=False)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if not Path(one, CIRCLES.name).exists()])
     load_class(f"{CIRCLES}:Circular", TrainingRecipe, "--recipe-class")
     circles = sys.modules[CIRCLES.stem]
     monkeypatch.setitem(FAMILIES, "circles", Family("circles", list, list, list, task=circles.CircleTask()))

@@ -8,7 +8,7 @@ from pathlib import Path
 from yolofleet.families.family import MASKED, load
 from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.text import shown
+from yolofleet.support.text import quoted, shown
 
 # whether a network finds masks, by its task in our words and in Ultralytics'
 _TASKS = {"boxes": False, "detect": False, "masks": True, "segment": True}
@@ -46,6 +46,6 @@ def network_for(task: str, argv: Sequence[str], known: Collection[str]) -> list[
         raise ConfigError(
             f"--task {task}: {named} was trained on {'boxes' if ending else 'masks'}",
             source="command line",
-            hint=f"--weights {network}, or leave --task out",
+            hint=f"--weights {quoted(network)}, or leave --task out",
         )
     return ["--cfg" if option == "cfg" else "--model", network]
