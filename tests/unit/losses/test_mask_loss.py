@@ -30,6 +30,11 @@ class Stripes(Shapes):
         numbers = (self.boxes[:, 0] * 1000).astype(int)
         return np.stack([(37 * y + 91 * x + n) % 256 for n in numbers]).astype(np.uint8)
 
+    def in_windows(self, size_hw: tuple[int, int], windows: np.ndarray) -> np.ndarray:
+        maps = zip(self.rasters(size_hw) if len(self) else [], windows.tolist(), strict=True)
+        parts = [one[y0:y1, x0:x1].ravel() for one, (y0, y1, x0, x1) in maps]
+        return np.concatenate([np.zeros(0, np.uint8), *parts])
+
 
 def some_labels(images: int, seed: int = 0) -> Stripes:
     """Return labels, none in image 1, some without a mask, two in one box, and one smaller than a cell."""

@@ -7,7 +7,7 @@
 #include <math.h>
 
 /* VERSION changes with every change of what the functions take or give; rings.py uses no other one. */
-enum { VERSION = 1, MOST_FACTOR = 6, LARGEST_SIDE = 1 << 16 };
+enum { VERSION = 2, MOST_FACTOR = 6, LARGEST_SIDE = 1 << 16 };
 static const double SMALLEST_AREA = 1e-9, NUDGE = 1e-6; /* as in rings.py */
 
 typedef struct {
@@ -131,29 +131,49 @@ static int winding(const Point *ring, int64_t n, double at_x, double at_y)
     return turns;
 }
 
-static void cut_rings(Rings in, const double window[4], Point *spare, int64_t most, Point *points, int64_t *lengths,
-                      int64_t *counts, uint8_t *is_cut, double *boxes, int64_t *written)
+/* How the points of each label move before the cut: times a factor plus an offset; turned: in the other direction. */
+typedef struct {
+    const Point *factors, *offsets;
+    int turned, is_double;
+} Move;
+
+/* Write the moved ring that begins at point ``first`` of ``points``, which are float or double. */
+static void move_ring(const void *points, int64_t first, int64_t n, const Move *move, Py_ssize_t label, Point *out)
 {
-    const Point *next = in.points;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = 2 * (first + (move->turned ? n - 1 - i : i));
+        for (int k = 0; k < 2; k++) {
+            const double value = move->is_double ? ((const double *)points)[at + k] : ((const float *)points)[at + k];
+            out[i].at[k] = value * move->factors[label].at[k] + move->offsets[label].at[k];
+        }
+    }
+}
+
+/* ``spare`` has room for the points of a label once, and MOST_FACTOR times twice. */
+static void cut_rings(Rings in, const Move *move, const double window[4], Point *spare, int64_t most, Point *points,
+                      int64_t *lengths, int64_t *counts, uint8_t *is_cut, double *boxes, int64_t *written)
+{
     const int64_t *length = in.lengths;
-    int64_t rings = 0, total = 0;
+    int64_t rings = 0, total = 0, done = 0;
     for (Py_ssize_t label = 0; label < in.labels; label++) {
-        const Point *first = next;
+        const Point *first = spare, *next = first;
         double box[4] = {INFINITY, INFINITY, -INFINITY, -INFINITY};
         int at_corner = 0;
         is_cut[label] = 0;
         counts[label] = 0;
-        for (int64_t r = 0; r < in.counts[label]; r++)
+        for (int64_t r = 0; r < in.counts[label]; done += length[r++]) {
+            move_ring(in.points, done, length[r], move, label, spare + (next - first));
             for (int64_t i = 0; i < length[r]; i++, next++)
                 for (int k = 0; k < 2; k++)
                     is_cut[label] |= next->at[k] < window[k] || next->at[k] > window[2 + k];
+        }
         next = first;
         for (int64_t r = 0; r < in.counts[label]; r++) {
             const Point *ring = next;
             int64_t n = length[r];
             next += n;
             if (is_cut[label]) {
-                Point *from = spare, *to = spare + MOST_FACTOR * most;
+                Point *from = spare + most, *to = from + MOST_FACTOR * most;
                 n = clip_side(ring, n, 0, window[0], 1, from);
                 n = clip_side(from, n, 0, window[2], -1, to);
                 n = clip_side(to, n, 1, window[1], 1, from);
@@ -228,13 +248,20 @@ static void add_edge(Point start, Point stop, int64_t stride, double *sums)
     } while (++row < end_row);
 }
 
+/* The part of a raster that is wanted, in pixels. */
+typedef struct {
+    int64_t top, bottom, left, right;
+} Part;
+
 /* ``scaled`` and ``sums`` have room for the points of a label, and for (width + 2) * height cells. */
-static void raster_rings(Rings in, int64_t width, int64_t height, Point *scaled, double *sums, uint8_t *out)
+static void raster_rings(Rings in, int64_t width, int64_t height, const Part *parts, Point *scaled, double *sums,
+                         uint8_t *out)
 {
     const int64_t *length = in.lengths;
     const double sides[2] = {(double)width, (double)height};
-    double share = 0; /* runs on over the labels, as in NumPy */
-    for (Py_ssize_t label = 0; label < in.labels; label++, out += width * height) {
+    double *const first_sum = sums;
+    for (Py_ssize_t label = 0; label < in.labels; label++) {
+        const Part part = parts[label];
         double low[2] = {INFINITY, INFINITY}, high[2] = {0, 0};
         int64_t count = 0;
         for (int64_t r = 0; r < in.counts[label]; r++)
@@ -259,17 +286,19 @@ static void raster_rings(Rings in, int64_t width, int64_t height, Point *scaled,
             for (int64_t r = 0; r < in.counts[label]; ring += length[r++])
                 for (int64_t i = 0; i < length[r]; i++)
                     add_edge(ring[i], ring[i + 1 < length[r] ? i + 1 : 0], stride, sums);
-            uint8_t *corner = out + top * width + left;
-            for (int64_t y = 0; y < h; y++) {
-                for (int64_t x = 0; x < stride; x++) {
-                    share += sums[y * stride + x];
-                    /* a mask on the last border begins beyond the raster */
-                    if (x < w && left + x < width && top + y < height)
-                        corner[y * width + x] = (uint8_t)(less(more(share, 0), 1) * 255 + 0.5);
+            double share = 0;
+            for (int64_t y = top; y < top + h && y < part.bottom; y++) {
+                for (int64_t x = left; x < left + stride; x++) {
+                    share += *sums++;
+                    if (y >= part.top && x >= part.left && x < part.right && x < left + w)
+                        out[(y - part.top) * (part.right - part.left) + x - part.left] =
+                            (uint8_t)(less(more(share, 0), 1) * 255 + 0.5);
                 }
             }
+            sums = first_sum;
         }
         length += in.counts[label];
+        out += (part.bottom - part.top) * (part.right - part.left);
     }
 }
 
@@ -329,22 +358,27 @@ static PyObject *take(PyObject *module, PyObject *args)
 static PyObject *cut(PyObject *module, PyObject *args)
 {
     (void)module;
-    Py_buffer points, lengths, counts, out_points, out_lengths, out_counts, is_cut, boxes;
+    Py_buffer points, lengths, counts, factors, offsets, out_points, out_lengths, out_counts, is_cut, boxes;
     double window[4];
-    if (!PyArg_ParseTuple(args, "y*y*y*(dddd)w*w*w*w*w*", &points, &lengths, &counts, window, window + 1, window + 2,
-                          window + 3, &out_points, &out_lengths, &out_counts, &is_cut, &boxes))
+    int turned;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*p(dddd)w*w*w*w*w*", &points, &lengths, &counts, &factors, &offsets, &turned,
+                          window, window + 1, window + 2, window + 3, &out_points, &out_lengths, &out_counts, &is_cut, &boxes))
         return NULL;
     Rings rings;
     int64_t written[2] = {-1, -1};
-    const int64_t most = check_rings(&points, sizeof(Point), &lengths, &counts, &rings);
-    if (most >= 0 && (out_points.len < MOST_FACTOR * points.len || out_lengths.len < lengths.len ||
+    const int is_double = points.itemsize == sizeof(double);
+    const Py_ssize_t size = is_double ? sizeof(Point) : sizeof(Point) / 2;
+    const int64_t most = check_rings(&points, size, &lengths, &counts, &rings);
+    if (most >= 0 && (factors.len != 2 * counts.len || offsets.len != factors.len ||
+                      out_points.len / (Py_ssize_t)sizeof(Point) < MOST_FACTOR * (points.len / size) || out_lengths.len < lengths.len ||
                       out_counts.len < counts.len || is_cut.len < rings.labels || boxes.len < 4 * counts.len)) {
-        PyErr_SetString(PyExc_ValueError, "an output is too small");
+        PyErr_SetString(PyExc_ValueError, "factors and offsets are float64 [n, 2], and no output may be too small");
     } else if (most >= 0) {
-        Point *spare = PyMem_RawMalloc((size_t)(2 * MOST_FACTOR * most + 1) * sizeof(Point));
+        const Move move = {factors.buf, offsets.buf, turned, is_double};
+        Point *spare = PyMem_RawMalloc((size_t)((2 * MOST_FACTOR + 1) * most + 1) * sizeof(Point));
         if (spare) {
             Py_BEGIN_ALLOW_THREADS
-            cut_rings(rings, window, spare, most, out_points.buf, out_lengths.buf, out_counts.buf, is_cut.buf,
+            cut_rings(rings, &move, window, spare, most, out_points.buf, out_lengths.buf, out_counts.buf, is_cut.buf,
                       boxes.buf, written);
             Py_END_ALLOW_THREADS
             PyMem_RawFree(spare);
@@ -355,6 +389,8 @@ static PyObject *cut(PyObject *module, PyObject *args)
     PyBuffer_Release(&points);
     PyBuffer_Release(&lengths);
     PyBuffer_Release(&counts);
+    PyBuffer_Release(&factors);
+    PyBuffer_Release(&offsets);
     PyBuffer_Release(&out_points);
     PyBuffer_Release(&out_lengths);
     PyBuffer_Release(&out_counts);
@@ -366,21 +402,31 @@ static PyObject *cut(PyObject *module, PyObject *args)
 static PyObject *raster(PyObject *module, PyObject *args)
 {
     (void)module;
-    Py_buffer points, lengths, counts, out;
+    Py_buffer points, lengths, counts, windows, out;
     long height, width;
-    if (!PyArg_ParseTuple(args, "y*y*y*(ll)w*", &points, &lengths, &counts, &height, &width, &out))
+    if (!PyArg_ParseTuple(args, "y*y*y*(ll)y*w*", &points, &lengths, &counts, &height, &width, &windows, &out))
         return NULL;
     Rings rings;
     const int64_t most = check_rings(&points, sizeof(Point), &lengths, &counts, &rings);
-    if (most >= 0 && (height < 1 || width < 1 || height > LARGEST_SIDE || width > LARGEST_SIDE ||
-                      out.len / height / width < rings.labels)) {
-        PyErr_SetString(PyExc_ValueError, "the output is uint8 [n, h, w]");
+    const Part *parts = windows.buf;
+    int64_t left_over = out.len;
+    int fits = height > 0 && width > 0 && height <= LARGEST_SIDE && width <= LARGEST_SIDE &&
+               windows.len / (Py_ssize_t)sizeof(Part) >= counts.len / 8;
+    for (Py_ssize_t label = 0; fits && label < counts.len / 8; label++) {
+        const Part part = parts[label];
+        fits = 0 <= part.top && part.top <= part.bottom && part.bottom <= height && 0 <= part.left &&
+               part.left <= part.right && part.right <= width;
+        left_over -= fits ? (part.bottom - part.top) * (part.right - part.left) : 0;
+        fits = fits && left_over >= 0;
+    }
+    if (most >= 0 && !fits) {
+        PyErr_SetString(PyExc_ValueError, "windows are int64 [n, 4] within the raster, and the output has room for them");
     } else if (most >= 0) {
         Point *scaled = PyMem_RawMalloc((size_t)(most + 1) * sizeof(Point));
         double *sums = PyMem_RawMalloc(((size_t)width + 2) * (size_t)height * sizeof(double) + sizeof(double));
         if (scaled && sums) {
             Py_BEGIN_ALLOW_THREADS
-            raster_rings(rings, width, height, scaled, sums, out.buf);
+            raster_rings(rings, width, height, parts, scaled, sums, out.buf);
             Py_END_ALLOW_THREADS
         } else {
             PyErr_NoMemory();
@@ -391,6 +437,7 @@ static PyObject *raster(PyObject *module, PyObject *args)
     PyBuffer_Release(&points);
     PyBuffer_Release(&lengths);
     PyBuffer_Release(&counts);
+    PyBuffer_Release(&windows);
     PyBuffer_Release(&out);
     if (PyErr_Occurred())
         return NULL;
@@ -399,8 +446,8 @@ static PyObject *raster(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"take", take, METH_VARARGS, "take(points, lengths, counts, numbers) -> those of the labels of these numbers, as bytes"},
-    {"cut", cut, METH_VARARGS, "cut(points, lengths, counts, window, *outputs) -> numbers of points and rings that are left"},
-    {"raster", raster, METH_VARARGS, "raster(points, lengths, counts, (height, width), out)"},
+    {"cut", cut, METH_VARARGS, "cut(points, lengths, counts, factors, offsets, turned, window, *outputs) -> numbers of points and rings that are left"},
+    {"raster", raster, METH_VARARGS, "raster(points, lengths, counts, (height, width), windows, out)"},
     {NULL, NULL, 0, NULL},
 };
 

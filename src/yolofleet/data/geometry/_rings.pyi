@@ -9,6 +9,9 @@ def cut(
     points: np.ndarray,
     lengths: np.ndarray,
     counts: np.ndarray,
+    factors: np.ndarray,
+    offsets: np.ndarray,
+    turned: bool,
     window: tuple[float, float, float, float],
     out_points: np.ndarray,
     out_lengths: np.ndarray,
@@ -18,5 +21,11 @@ def cut(
     /,
 ) -> tuple[int, int]: ...
 def raster(
-    points: np.ndarray, lengths: np.ndarray, counts: np.ndarray, size_hw: tuple[int, int], out: np.ndarray, /
+    points: np.ndarray,
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    size_hw: tuple[int, int],
+    windows: np.ndarray,
+    out: np.ndarray,
+    /,
 ) -> None: ...

@@ -51,7 +51,7 @@ class MaskShapes(Shapes):
         boxes = Shapes(np.arange(len(self)), self.classes, self.boxes).mapped(places, view, look)
         kept = boxes.image
         rings, at = self.rings[kept], places[kept]
-        moved = replace(self, image=self.image[kept], classes=boxes.classes, boxes=boxes.boxes, rings=rings)
+        moved = type(self)(image=self.image[kept], classes=boxes.classes, boxes=boxes.boxes, rings=rings)
         if not len(rings.points):
             return moved
 
@@ -61,43 +61,35 @@ class MaskShapes(Shapes):
         shift = flips - (view.output_px - shown) / 2 * stretch
         matrix, canvas = view.to_output, np.array([[0.0], [view.canvas_px]]) * np.ones(2)
         low, high = np.zeros(2), np.ones(2)
+        moves: tuple[np.ndarray | None, np.ndarray | None] = None, None
         if view.is_crop:
             factor, offset = view.scale * stretch, matrix[:2, 2] * stretch + shift
-            rings = rings.scaled(at[:, :2] * factor, at[:, 2:] * factor + offset)
+            moves = at[:, :2] * factor, at[:, 2:] * factor + offset
             border = np.sort(canvas * factor + offset, axis=0)
             low, high = np.maximum(border[0], low), np.minimum(border[1], high)
         else:
-            rings = rings.scaled(at[:, :2], at[:, 2:]).cut(*canvas).rings
+            rings = rings.cut(canvas[0], canvas[1], at[:, :2].copy(), at[:, 2:].copy()).rings
             x, y = rings.points.T
             terms = matrix[:, :1] * x + matrix[:, 1:2] * y + matrix[:, 2:]  # [3, P]
             rings = replace(rings, points=np.stack(list(terms[:2] / terms[2]), axis=1) * stretch + shift)
-        if flips[0] != flips[1]:
-            rings = rings.reversed()
-        cut = rings.cut(low, high)
-        moved = replace(moved, rings=replace(cut.rings, points=cut.rings.points.astype(np.float32)))
-        is_new = cut.is_cut if view.is_crop else self.rings.counts[kept] > 0
-        if not is_new.any():
+        cut = rings.cut(low, high, *moves, turned=look.mirrored != look.upside_down)
+        rings = Rings(cut.rings.points.astype(np.float32), cut.rings.lengths, cut.rings.counts)
+        moved = type(self)(image=moved.image, classes=moved.classes, boxes=boxes.boxes.copy(), rings=rings)
+        new = np.flatnonzero(cut.is_cut if view.is_crop else self.rings.counts[kept] > 0)
+        if not len(new):
             return moved
-        middle, half = moved.boxes[:, :2].astype(np.float64), moved.boxes[:, 2:].astype(np.float64) / 2
-        low, high = np.maximum(cut.boxes[:, :2], middle - half), np.minimum(cut.boxes[:, 2:], middle + half)
+        middle, half = np.split(moved.boxes[new].astype(np.float64) * (1, 1, 0.5, 0.5), 2, axis=1)
+        low = np.maximum(cut.boxes[new, :2], middle - half)
+        high = np.minimum(cut.boxes[new, 2:], middle + half)
         sides = (high - low) * shown
-        before = self.rows(kept)._in_canvas(at, view)
+        before = _area_in_canvas(self.boxes[kept[new]], at[new], view)
         shorter, longer = sides.min(axis=1), sides.max(axis=1)
-        keep = (shorter > SMALLEST_SIDE_PX) & (longer < LARGEST_ASPECT * shorter) & moved.has_mask
-        keep &= shorter * longer > SMALLEST_AREA_LEFT * before
-        changed, boxes_left = np.flatnonzero(keep & is_new), moved.boxes.copy()
-        low, high = low[changed], high[changed]
-        boxes_left[changed] = np.concatenate([(low + high) / 2, high - low], axis=1)
-        moved, keep = replace(moved, boxes=boxes_left), keep | ~is_new
+        is_left = (shorter > SMALLEST_SIDE_PX) & (longer < LARGEST_ASPECT * shorter) & moved.has_mask[new]
+        is_left &= shorter * longer > SMALLEST_AREA_LEFT * before
+        low, high, keep = low[is_left], high[is_left], np.ones(len(moved), bool)
+        moved.boxes[new[is_left]] = np.concatenate([(low + high) / 2, high - low], axis=1)
+        keep[new] = is_left
         return moved if keep.all() else moved.rows(keep)
-
-    def _in_canvas(self, places: np.ndarray, view: View) -> np.ndarray:
-        """Return the area of the part of each box within the canvas, in pixels of the output: [n]."""
-        centre = self.boxes[:, :2] * places[:, :2] + places[:, 2:]
-        half = self.boxes[:, 2:] * places[:, :2] / 2
-        sides = np.minimum(centre + half, view.canvas_px) - np.maximum(centre - half, 0)
-        area: np.ndarray = (sides * view.scale).prod(axis=1)
-        return area
 
     def letterboxed(self, size_wh: np.ndarray, back: Letterbox) -> Self:
         size, pad = np.array(back.size_hw[::-1]), np.array([back.pad_left, back.pad_top])
@@ -130,9 +122,8 @@ class MaskShapes(Shapes):
         """
         width, height = size_wh.tolist()
         boxes, rings, is_left = self.corners_px(width, height), [], np.ones(len(self), bool)
-        hiding = replace(hiding, points=hiding.points.astype(np.float64))
         for label, (own, box) in enumerate(zip(self.rings.lists(), boxes, strict=True)):
-            cover = hiding.cut(box[:2] / size_wh, box[2:] / size_wh).rings.reversed()
+            cover = hiding.cut(box[:2] / size_wh, box[2:] / size_wh, turned=True).rings
             # where parts of the mask overlap, its winding is their number
             rings.append([*own, *cover.lists()[0] * len(own)])
             is_seen = Rings.of(rings[-1:]).rasters((height, width))[0] > 127
@@ -149,3 +140,16 @@ class MaskShapes(Shapes):
     def rasters(self, size_hw: tuple[int, int]) -> np.ndarray:
         """See :meth:`Rings.rasters`."""
         return self.rings.rasters(size_hw)
+
+    def in_windows(self, size_hw: tuple[int, int], windows: np.ndarray) -> np.ndarray:
+        """See :meth:`Rings.in_windows`."""
+        return self.rings.in_windows(size_hw, windows)
+
+
+def _area_in_canvas(boxes: np.ndarray, places: np.ndarray, view: View) -> np.ndarray:
+    """Return the area of the part of each box within the canvas, in pixels of the output: [n]."""
+    centre = boxes[:, :2] * places[:, :2] + places[:, 2:]
+    half = boxes[:, 2:] * places[:, :2] / 2
+    sides = np.minimum(centre + half, view.canvas_px) - np.maximum(centre - half, 0)
+    area: np.ndarray = (sides * view.scale).prod(axis=1)
+    return area

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
+_VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:
     from yolofleet.data.geometry import _rings
 except ImportError:  # installed without a C compiler
@@ -92,12 +92,12 @@ class Rings:
         ends = np.append(0, np.cumsum(self.lengths))[np.append(0, np.cumsum(self.counts))]
         return np.diff(ends)
 
-    def scaled(self, factor: np.ndarray, offset: np.ndarray) -> Rings:
-        """Return the rings with points times a factor plus an offset, float64, each [2] or [n, 2]."""
-        if factor.ndim == 2:
+    def scaled(self, factors: np.ndarray, offsets: np.ndarray) -> Rings:
+        """Return the rings with points times the factor plus the offset of their label, float64 [n, 2] or [2]."""
+        if factors.ndim == 2:
             per_label = self.points_per_label
-            factor, offset = factor.repeat(per_label, axis=0), offset.repeat(per_label, axis=0)
-        return replace(self, points=self.points * factor + offset)
+            factors, offsets = factors.repeat(per_label, axis=0), offsets.repeat(per_label, axis=0)
+        return replace(self, points=self.points * factors + offsets)
 
     def reversed(self) -> Rings:
         """Return the rings in the other direction."""
@@ -105,19 +105,34 @@ class Rings:
         places = np.repeat(2 * last - self.lengths - 1, self.lengths) - np.arange(len(self.points))
         return replace(self, points=self.points[places])
 
-    def cut(self, low: np.ndarray, high: np.ndarray) -> Cut:
-        """Return the parts of the rings, of float64, within a rectangle, [2] x, y of its corners.
+    def cut(
+        self,
+        low: np.ndarray,
+        high: np.ndarray,
+        factors: np.ndarray | None = None,
+        offsets: np.ndarray | None = None,
+        *,
+        turned: bool = False,
+    ) -> Cut:
+        """Return the parts of the rings within a rectangle, [2] x, y of its corners.
 
         The parts of a ring stay one ring: lines along the border, which have no area, join them. Rings without area are dropped.
+
+        Args:
+            factors, offsets: float64 [n, 2]; the rings move as in :meth:`scaled` before the cut.
+            turned: return the rings in the other direction.
         """
-        if not COMPILED:
-            return plain_cut(self, low, high)
         labels = len(self)
+        factors = np.ones((labels, 2)) if factors is None else factors
+        offsets = np.zeros((labels, 2)) if offsets is None else offsets
+        if not COMPILED:
+            return plain_cut(self, low, high, factors, offsets, turned)
         points, lengths = np.empty((MOST_FACTOR * len(self.points), 2)), np.empty_like(self.lengths)
         counts, is_cut, boxes = np.empty_like(self.counts), np.empty(labels, bool), np.empty((labels, 4))
+        outputs = points, lengths, counts, is_cut, boxes
         window = (*low.tolist(), *high.tolist())
         at, rings = _rings.cut(
-            self.points, self.lengths, self.counts, window, points, lengths, counts, is_cut, boxes
+            self.points, self.lengths, self.counts, factors, offsets, turned, window, *outputs
         )
         return Cut(Rings(points[:at], lengths[:rings], counts), is_cut, boxes)
 
@@ -126,10 +141,22 @@ class Rings:
 
         Exact up to rounding, except where rings cross within a pixel.
         """
-        rasters = np.zeros((len(self), *size_hw), np.uint8)
+        height, width = size_hw
+        windows = np.full((len(self), 4), [0, height, 0, width])
+        return self.in_windows(size_hw, windows).reshape(-1, height, width)
+
+    def in_windows(self, size_hw: tuple[int, int], windows: np.ndarray) -> np.ndarray:
+        """Return the pixels of a window of each raster, one after the other: uint8 [sum of areas].
+
+        Args:
+            windows: int64 [n, 4] top, bottom, left and right of the windows, in pixels.
+        """
+        areas = (windows[:, 1] - windows[:, 0]) * (windows[:, 3] - windows[:, 2])
+        out = np.zeros(int(areas.sum()), np.uint8)
         fill = _rings.raster if COMPILED else plain_raster
-        fill(np.ascontiguousarray(self.points, np.float64), self.lengths, self.counts, size_hw, rasters)
-        return rasters
+        points = np.ascontiguousarray(self.points, np.float64)
+        fill(points, self.lengths, self.counts, size_hw, windows, out)
+        return out
 
 
 class Cut(NamedTuple):
@@ -159,8 +186,12 @@ def _of_parts(all_lengths: np.ndarray, lengths: np.ndarray, chosen: np.ndarray) 
 # the same without the extension -----------------------------------------------------------------------------
 
 
-def plain_cut(whole: Rings, low: np.ndarray, high: np.ndarray) -> Cut:
+def plain_cut(
+    rings: Rings, low: np.ndarray, high: np.ndarray, factors: np.ndarray, offsets: np.ndarray, turned: bool
+) -> Cut:
     """Do what ``Rings.cut`` does, without the extension (Sutherland and Hodgman)."""
+    whole = rings.scaled(factors, offsets)
+    whole = whole.reversed() if turned else whole
     labels = len(whole)
     owner = np.repeat(np.arange(labels), whole.counts)
     ring = np.repeat(np.arange(len(owner)), whole.lengths)
@@ -254,9 +285,10 @@ def plain_raster(
     lengths: np.ndarray,
     counts: np.ndarray,
     size_hw: tuple[int, int],
+    windows: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Do what the extension does: fill the rasters ``out``, uint8 [n, h, w] of 0.
+    """Do what the extension does: fill ``out``, zeros, as ``Rings.in_windows`` returns it.
 
     Each edge adds to its cell the area to the right of it there, and its height to all cells further right, by one running
     sum: edges that go up add, edges that go down take away. So inside of a ring is 1 and the rest is exact areas.
@@ -308,13 +340,18 @@ def plain_raster(
         np.stack([part - to_left, to_left], axis=1).ravel(),
         int(begins[-1]) + 1,
     )
-    share = np.cumsum(sums)
-    np.minimum(np.maximum(share, 0, out=share), 1, out=share)
-    levels = (share * 255 + 0.5).astype(np.uint8)
+    areas = (windows[:, 1] - windows[:, 0]) * (windows[:, 3] - windows[:, 2])
+    places = (np.cumsum(areas) - areas).tolist()
     rows = zip(label[starts].tolist(), low.tolist(), sides.tolist(), begins[:-1].tolist(), strict=True)
     for one, (x, y), (w, h), start in rows:
-        place = out[one, y : y + h, x : x + w]  # smaller for a mask on the last border
-        place[:] = levels[start : start + (w + 2) * h].reshape(h, w + 2)[: len(place), : place.shape[1]]
+        share = np.cumsum(sums[start : start + (w + 2) * h]).reshape(h, w + 2)[:, :w]
+        levels = (np.minimum(np.maximum(share, 0), 1) * 255 + 0.5).astype(np.uint8)
+        top, bottom, left, right = windows[one].tolist()
+        window = out[places[one] : places[one] + areas[one]].reshape(bottom - top, right - left)
+        from_x, to_x, from_y, to_y = max(x, left), min(x + w, right), max(y, top), min(y + h, bottom)
+        if from_x < to_x and from_y < to_y:
+            seen = levels[from_y - y : to_y - y, from_x - x : to_x - x]
+            window[from_y - top : to_y - top, from_x - left : to_x - left] = seen
 
 
 def _cells_between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

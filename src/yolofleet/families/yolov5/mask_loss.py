@@ -79,14 +79,6 @@ class MaskLoss(Yolov5Loss):
         limits = np.array([width, height, width, height])
         left, top, right, bottom = np.clip(np.ceil(corners - 0.5), 0, limits).astype(np.int64).T
         windows = np.stack([top, bottom, left, right], axis=1)
-        cells = [np.zeros(0, np.uint8)]
-        for image in np.unique(chosen.image):  # the maps of all images at once may be too large
-            of_image = chosen.image == image
-            maps = chosen.rows(of_image).rasters(map_hw)
-            cells += [
-                one[y0:y1, x0:x1].ravel()
-                for one, (y0, y1, x0, x1) in zip(maps, windows[of_image].tolist(), strict=True)
-            ]
         level = np.repeat(np.arange(len(self.strides)), targets.matches)[masked]
         return MaskTargets(
             **{
@@ -98,9 +90,9 @@ class MaskLoss(Yolov5Loss):
             owners=np.cumsum(is_next) - 1,
             images=chosen.image,
             windows=windows,
-            starts=np.cumsum([len(one) for one in cells]),
+            starts=np.append(0, np.cumsum((bottom - top) * (right - left))),
             areas=np.maximum((corners[:, 2:] - corners[:, :2]).prod(1), 1).astype(np.float32),
-            wanted=np.concatenate(cells),
+            wanted=chosen.in_windows(map_hw, windows),
         )
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
