@@ -2,12 +2,14 @@
 
     python benchmarks/loader.py --data coco128.yaml [--rival DIR --rival-python PYTHON]
     python benchmarks/loader.py --data coco128.yaml --bytes
+    python benchmarks/loader.py --data nuclei.yaml --masks
 
 Each cell is the CPU time of making all images of the training split one by one, with the default recipe, from images
 in memory (cached) or from files (not cached). DIR holds a checkout of YOLOv5, or a package of it; it is run in PYTHON's
 environment and not read. Both take turns in the same run, and medians over the turns are printed. *decode* is the part
 that no loader avoids without a cache: reading and decoding the images that the samples see. ``--bytes`` counts what is read
-and decoded for a sample instead, where whole images are decoded and where only the parts that are seen are.
+and decoded for a sample instead, where whole images are decoded and where only the parts that are seen are. ``--masks`` compares
+labels with masks and labels with boxes alone, each with the target assignment of yolov5n, which rasterises the masks.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+IMAGES = 10  # of a micro-batch, for the target assignment
 RIVAL = """
 import json, sys, time
 import cv2
@@ -42,8 +45,8 @@ for _ in sys.stdin:
 """
 
 
-def ours(path: str, img: int, cached: bool) -> None:
-    """Answer each line on standard input with images per second."""
+def ours(path: str, img: int, cached: bool, model: str = "") -> None:
+    """Answer each line on standard input with images per second, with the target assignment of a model if there is one."""
     import cv2
     import numpy as np
 
@@ -52,21 +55,37 @@ def ours(path: str, img: int, cached: bool) -> None:
     from yolofleet.data.datasets.sources import load_dataset
     from yolofleet.data.input.cache import ImageCache
     from yolofleet.data.input.sample import TrainSamples
+    from yolofleet.families.build import build_model, family_loss
+    from yolofleet.families.networks.description import describe
+    from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
     from yolofleet.support.system.proc import reuse_freed_memory
+    from yolofleet.tasks.masks.task import MASKS
 
     cv2.setNumThreads(0)
     reuse_freed_memory()  # as in a loader process
-    index = build_index(load_dataset(path), "train")
+    masks = model.endswith("-seg")
+    index = build_index(load_dataset(path), "train", masks=masks)
     cache = ImageCache(index, img, "ram" if cached else "none", quick=True)
-    samples = TrainSamples(index, cache, Recipe(), img=img, seed=0, epochs=1000)
+    labels = MASKS.labels if masks else None
+    samples = TrainSamples(index, cache, Recipe(), img=img, seed=0, epochs=1000, labels=labels)
+    hyperparameters = Yolov5Hyperparameters()
+    match = (
+        family_loss(build_model(describe(model), len(index.names)), hyperparameters, img).match
+        if model
+        else None
+    )
     out = np.empty((img, img, 3), np.uint8)
     for image in range(len(index)):
         cache.get(image)
     print("ready", flush=True)
     for epoch, _ in enumerate(sys.stdin):
         began_s = time.process_time()
+        found = []
         for position in range(len(index)):
-            samples.sample(epoch, position, out)
+            found.append(samples.sample(epoch, position, out)[1])
+            if match is not None and len(found) == IMAGES:
+                match(samples.no_labels.of_images(found), IMAGES, (img, img), [(0, epoch, position)] * IMAGES)
+                found.clear()
         print(json.dumps(len(index) / (time.process_time() - began_s)), flush=True)
     cache.close()
 
@@ -151,22 +170,26 @@ def main() -> None:
     parser.add_argument("--rival", help="folder to import YOLOv5 from")
     parser.add_argument("--rival-module", default="utils.dataloaders")
     parser.add_argument("--rival-python", default=sys.executable)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # be the process that measures
+    parser.add_argument("--masks", action="store_true", help="compare labels with masks and with boxes alone")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)  # be the process that measures
     parser.add_argument("--bytes", action="store_true", help="count bytes of a sample instead")
     asked = parser.parse_args()
     if asked.serve:
-        return ours(asked.data, int(asked.serve[0]), asked.serve[1] == "cached")
+        return ours(asked.data, int(asked.serve[0]), asked.serve[1] == "cached", asked.serve[2])
     if asked.bytes:
         print("| px | files read, kB | whole images, kB | parts, kB | parts / whole |\n|---|---|---|---|---|")
         for img in asked.img:
             read, whole, parts = count_bytes(asked.data, img)
             print(f"| {img} | {read:.0f} | {whole:.0f} | {parts:.0f} | {parts / whole:.2f} |")
         return
-    print("| px | images | ours, images/s | YOLOv5, images/s | ratio |\n|---|---|---|---|---|")
+    first, second = ("masks", "boxes") if asked.masks else ("ours", "YOLOv5")
+    print(f"| px | images | {first}, images/s | {second}, images/s | ratio |\n|---|---|---|---|---|")
     for img in asked.img:
         for cached in (True, False):
             word = "cached" if cached else "files"
-            programs = [Program([sys.executable, __file__, "--data", asked.data, "--serve", str(img), word])]
+            serve = [sys.executable, __file__, "--data", asked.data, "--serve", str(img), word]
+            models = ["yolov5n-seg", "yolov5n"] if asked.masks else [""]
+            programs = [Program([*serve, model]) for model in models]
             if asked.rival:
                 code = RIVAL.format(
                     folder=asked.rival,
@@ -180,7 +203,7 @@ def main() -> None:
             rates = [median(each) for each in zip(*turns, strict=True)]
             for program in programs:
                 program.close()
-            theirs = f"{rates[1]:.1f} | {rates[0] / rates[1]:.2f}" if asked.rival else " | "
+            theirs = f"{rates[1]:.1f} | {rates[0] / rates[1]:.2f}" if len(rates) > 1 else " | "
             print(f"| {img} | {word} | {rates[0]:.1f} | {theirs} |", flush=True)
 
 
