@@ -162,7 +162,8 @@ class Labelme(Format):
 
 
 # A new format also goes into the groups below (OF_PIXELS or OF_ROWS, OF_FOLDERS, ..._ONLY) and gets its damage in the rows
-# "label-unreadable" and "name-assumed", or a reason in their ``but_not``.
+# "label-unreadable" and "name-assumed", or a reason in their ``but_not``. One file for all labels: also ``rewritten``,
+# ``numbers_of_another_meaning`` and what skips "coco". No crowd: the test of crowds. No stated size: ``NO_SIZE``.
 FORMATS: dict[str, type[Format]] = {
     "yolo": Yolo,
     "list": YoloList,

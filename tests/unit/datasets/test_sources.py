@@ -7,9 +7,10 @@ from coco_files import image, label, write_coco
 from commands import called
 from small_data import ODD_NAMES, voc_object, voc_set, write_picture, yolo_set
 
-from yolofleet.data.datasets.built_in import BUILT_IN, built_in_of
+from yolofleet.data.datasets.built_in import BUILT_IN, NAMED, YAML, built_in_of
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.spec import FORMATS, format_of
 from yolofleet.support.errors import ConfigError, DataError
 
 BOX = (1, 1, 9, 9)
@@ -373,3 +374,7 @@ def test_check_agrees_with_train_about_a_split_whose_folder_is_absent(tmp_path, 
             build_index(spec, "val")
         assert checked.code == 3
         assert "cannot be used: val" in checked.err and "loses" not in checked.err
+
+
+def test_a_file_may_be_named_if_a_format_reads_its_suffix():
+    assert set(NAMED) == {*YAML, *(format_of(kind).suffix for kind in FORMATS)} - {""}

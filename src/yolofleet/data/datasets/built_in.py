@@ -9,6 +9,10 @@ from yolofleet.storage.foreign import read_foreign
 
 BUILT_IN = Path(__file__).resolve().parents[2] / "config" / "datasets"
 YAML = (".yaml", ".yml")
+NAMED = (
+    *YAML,
+    ".json",
+)  # files that --data takes: descriptions, and the formats with one file for many images
 
 
 def built_in_names() -> list[str]:
@@ -41,7 +45,7 @@ def is_no_dataset(data: str) -> bool:
         return False
     with suppress(OSError, ValueError, RuntimeError):  # load_dataset has words for them
         path = path_of(data)
-        is_file = path.is_file() and path.suffix.lower() in (*YAML, ".json")
+        is_file = path.is_file() and path.suffix.lower() in NAMED
         return not (path.is_dir() or is_file or is_built_in_name(path))
     return True
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from yolofleet import __version__
 from yolofleet.data.datasets.built_in import (
     BUILT_IN,
+    NAMED,
     YAML,
     built_in_names,
     copied_from,
@@ -153,9 +154,7 @@ def _neighbours(path: Path) -> list[str]:
         files = sorted(path.parent.iterdir())[:1000]
     except OSError:
         return []
-    return [
-        str(path.parent / file.name) for file in files if file.is_dir() or file.suffix in (*YAML, ".json")
-    ]
+    return [str(path.parent / file.name) for file in files if file.is_dir() or file.suffix in NAMED]
 
 
 def _description_in(folder: Path) -> Path | None:
