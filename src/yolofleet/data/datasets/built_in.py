@@ -9,10 +9,7 @@ from yolofleet.storage.foreign import read_foreign
 
 BUILT_IN = Path(__file__).resolve().parents[2] / "config" / "datasets"
 YAML = (".yaml", ".yml")
-NAMED = (
-    *YAML,
-    ".json",
-)  # files that --data takes: descriptions, and the formats with one file for many images
+NAMED = (*YAML, ".json")  # files that --data takes: descriptions, and labels of many images
 
 
 def built_in_names() -> list[str]:

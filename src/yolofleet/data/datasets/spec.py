@@ -126,8 +126,7 @@ class Format:
         reader: returns the reader of a source. The third argument are the ``YoloFiles`` of its folder or list if they were
             found already, else None (``yolotxt.images_of`` finds them). Raises DataError.
         suffix: of a file with the labels of many images, which ``source`` takes (".json" is COCO's); "": there are none.
-        source: returns what such a file stands for; each file of the suffix comes here. ``folders``: where its images may be,
-            beside the folders near the file.
+        source: returns what a file of the suffix stands for. ``folders``: where its images may be, beside those near the file.
         in_folder: returns the splits of a folder without a description, {} if the folder has another format; and why a split
             is missing. Asked in the order of ``FORMATS``; a folder without splits is train and val. Raises DataError.
         has_files: whether images without YOLO labels have label files of this format. Called with their folder or list, and
