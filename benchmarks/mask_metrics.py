@@ -1,10 +1,10 @@
-"""Seconds of the COCO figures of masks, ours against pycocotools where it is installed, on one core.
+"""Seconds of the COCO figures of masks, ours against pycocotools and faster-coco-eval where they are installed, on one core.
 
     python benchmarks/mask_metrics.py --images 500
 
-Random masks: like COCO (80 classes, 7 labels and 100 detections an image), and crowded (one class, 40 labels). Both programs give
-the same twelve figures, which is checked. Ours counts areas, boxes, matching and figures; pycocotools counts loadRes, evaluate
-and accumulate. Both begin with run lengths.
+Random masks: like COCO (80 classes, 7 labels and 100 detections an image), and crowded (one class, 40 labels). All give
+the same twelve figures, which is checked. Ours counts areas, boxes, matching and figures; theirs counts loadRes, evaluate
+and accumulate. All begin with run lengths.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def random_masks(images: int, classes: int, labels: int) -> tuple[Labels, Masks,
     return Labels(image, class_idx, nothing[0], area, crowd), true, boxes, found
 
 
-def pycocotools_figures(
-    labels: Labels, true: Masks, boxes: ScoredBoxes, found: Masks, images: int, classes: int
+def figures_of(
+    package: str, labels: Labels, true: Masks, boxes: ScoredBoxes, found: Masks, images: int, classes: int
 ) -> tuple[list[float], float]:
-    """The twelve figures and the CPU seconds they took."""
+    """See ``coco_metrics.timed_figures``."""
     height, width = SIZE_HW
     truth = {
         "images": [{"id": i, "height": height, "width": width} for i in range(images)],
@@ -84,7 +84,7 @@ def pycocotools_figures(
         }
         for k, runs in enumerate(found)
     ]
-    return timed_figures(truth, results, "segm")
+    return timed_figures(truth, results, "segm", package)
 
 
 def main() -> None:
@@ -108,17 +108,19 @@ def main() -> None:
             f"{name}: {images} images, {each} masks and {FOUND} detections each, {runs:.0f} runs, {classes} classes, one core"
         )
         print(f"  yolofleet    {ours_s:7.2f} s")
-        try:
-            figures, theirs_s = pycocotools_figures(labels, true, boxes, found, images, classes)
-        except ImportError:
-            print("  pycocotools  is not installed")
-            continue
-        difference = np.abs(np.array([metrics.figures[name] for name in FIGURES]) - figures).max()
-        print(f"  pycocotools  {theirs_s:7.2f} s = {theirs_s / ours_s:.1f} times as long")
-        print(
-            f"  largest difference of a figure: {difference:.1e}, mAP50-95 {metrics.figures['mAP50-95']:.3f}"
-        )
-        assert difference < 1e-12
+        for package in ("pycocotools", "faster_coco_eval"):
+            try:
+                figures, theirs_s = figures_of(package, labels, true, boxes, found, images, classes)
+            except ImportError:
+                print(f"  {package} is not installed")
+                continue
+            difference = np.abs(np.array([metrics.figures[name] for name in FIGURES]) - figures).max()
+            print(
+                f"  {package}  {theirs_s:7.2f} s = {theirs_s / ours_s:.1f} times as long, "
+                f"largest difference of a figure {difference:.1e}"
+            )
+            assert difference < 1e-12
+        print(f"  mAP50-95 {metrics.figures['mAP50-95']:.3f}")
 
 
 if __name__ == "__main__":

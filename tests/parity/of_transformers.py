@@ -1,4 +1,4 @@
-"""Numbers and names that transformers 5.24.0 gave, and the package itself where it is installed.
+"""Numbers and names that other packages gave, most of them transformers 5.24.0, and the package itself where it is installed.
 
 Weights, images and raw predictions are functions of names and seeds, so that ``data/detr`` holds results only. With the
 package installed, each comparison has two runs: with the stored result, and with that of the package. To store results
@@ -32,12 +32,14 @@ def transformers() -> Any:
     return transformers
 
 
-def each_result(key: str, ask: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the stored result of ``ask``, and its result now if transformers is installed.
+def each_result(
+    key: str, ask: Callable[[], dict[str, Any]], installed: bool = INSTALLED
+) -> Iterator[dict[str, Any]]:
+    """Yield the stored result of ``ask``, and its result now if the package that it asks is installed.
 
     Args:
         key: name of a file of ``data/detr``.
-        ask: returns arrays (:func:`some` shortens them) and values for JSON by name, from transformers.
+        ask: returns arrays (:func:`some` shortens them) and values for JSON by name.
     """
     path = parity(f"detr/{key.replace(' ', '-')}.npz")
     if os.environ.get("YOLOFLEET_RECORD"):
@@ -46,7 +48,7 @@ def each_result(key: str, ask: Callable[[], dict[str, Any]]) -> Iterator[dict[st
         np.savez_compressed(path, **arrays)
     with np.load(path) as file:
         yield {name: json.loads(v.tobytes()) if v.dtype == np.uint8 else v for name, v in file.items()}
-    if INSTALLED:
+    if installed:
         yield ask()
 
 
