@@ -15,6 +15,7 @@ from yolofleet.fleet.plan.inputs import Store
 SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     with working_in(tmp_path):

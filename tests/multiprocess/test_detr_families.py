@@ -67,6 +67,7 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
     assert results(folder / "runs" / "train" / f"{model} devices")["weights_sha256"] == one
 
 
+@pytest.mark.slow
 def test_synchronised_batch_norm_agrees_with_one_process_when_a_rank_has_no_labels(folder: Path) -> None:
     """The network has several buckets, and a rank without labels leaves out the parameters of denoising."""
     common = ("--reduce", "fast", "--max-steps", "3")

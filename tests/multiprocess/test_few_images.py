@@ -112,6 +112,7 @@ def test_a_signal_ends_a_step_that_takes_minutes(folder: Path) -> None:
     assert again.code == 0 and "step 0" in again.out.replace("step-0", "step 0"), again.out
 
 
+@pytest.mark.slow
 def test_a_micro_batch_above_the_recipe_for_few_images_still_trains(tmp_path: Path) -> None:
     """The recipe for few images has steps of 8; a user's micro-batch of 16 must not leave them empty."""
     data = small_shapes(tmp_path, images=20, val_images=4)

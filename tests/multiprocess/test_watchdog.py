@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import environment, family, free_port, in_ranks, small_shapes, train_args
+from walks import sampled
 
 from yolofleet.config.load import resolve_train
 from yolofleet.runs.report.clock import Clock
@@ -135,6 +136,7 @@ def connecting(rank: int, folder: Path, port: int) -> None:
     worker._run(config, None, None, world, report)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_where_nccl_connects_is_named(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     port = free_port()
@@ -170,6 +172,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +200,7 @@ def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
     assert "gives no sign of life" in the_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_that_somebody_else_names_as_a_rank_is_not_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +253,7 @@ def test_only_a_process_of_the_same_parent_and_program_is_a_sibling() -> None:
         other.communicate(b"")
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_report_a_stall_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +290,7 @@ def walk(world: World, clock: Clock) -> None:
     steps(world, clock, 100_000)
 
 
-@pytest.mark.parametrize(("stopped", "agent_store"), [(1, True), (0, True), (0, False)])
+@pytest.mark.parametrize(("stopped", "agent_store"), sampled([(0, True), (1, True), (0, False)], 3))
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, stopped: int, agent_store: bool) -> None:
     (tmp_path / "step-00000008.safetensors").touch()
     with two_ranks(tmp_path, walk, agent_store=agent_store) as ranks:

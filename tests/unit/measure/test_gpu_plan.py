@@ -22,6 +22,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_crashes_or_hangs_stops_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
