@@ -47,6 +47,7 @@ ALLOWED_VARIABLES = {
 ALLOWED_THREADS = {
     "pytest_timeout": "pytest-timeout cancels it, but does not join it",
     "fsspecIO": "fsspec has one for all of a process",
+    "tqdm_monitor": "tqdm, which the client of the Hugging Face hub uses, has one for all of a process",
     **{f"asyncio_{n}": "the loop in that thread looks up host names in up to 32 of them" for n in range(32)},
 }
 ALLOWED_FILES = {  # names that end so

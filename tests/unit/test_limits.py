@@ -16,7 +16,7 @@ from yolofleet.families.darknet import cfg as darknet_cfg
 from yolofleet.families.networks import description
 from yolofleet.families.ppyoloe import pdparams_file as paddle
 from yolofleet.families.rtdetr import weights_files as transformers_files
-from yolofleet.families.weights import pickle_machine, pickles
+from yolofleet.families.weights import hub, pickle_machine, pickles
 from yolofleet.families.weights.pickles import TorchFile
 from yolofleet.families.yolov5 import rows
 from yolofleet.fleet.doctor import log_files
@@ -48,6 +48,7 @@ LIMITS = {
     "`.pt`, `.pth`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
     "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
     "`config.json` of transformers": mib(transformers_files.MAX_CONFIG_BYTES),
+    "card of a repository on the Hugging Face hub": mib(hub.MAX_CARD_BYTES),
     "settings, recipes, data sets, machine libraries (YAML)": mib(yaml_lines.MAX_BYTES),
     "model descriptions (YAML)": f"{rows.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from yolofleet.cli.weights import facts_of
+from yolofleet.config.hub_names import is_hub_name
 from yolofleet.config.load import (
     predict_config,
     resolve_bench,
@@ -172,7 +173,7 @@ class Model:
         self._predictor: tuple[dict[str, Any], Predictor] | None = None
         if not (name or recipe_class):
             raise ConfigError("no model: expected a weights file, a built-in name or a description")
-        if path.suffix.lower() in (".yaml", ".yml", ".cfg"):
+        if path.suffix.lower() in (".yaml", ".yml", ".cfg") and not is_hub_name(name):
             self.cfg = name
         elif name in preset_names():
             self.model = name

@@ -206,6 +206,7 @@ EXTRAS = {  # [project.optional-dependencies] of pyproject.toml, which a checkou
     "azure": ("adlfs>=2024.7",),
     "http": ("aiohttp>=3.9",),
     "parquet": ("pyarrow>=15",),
+    "hub": ("huggingface-hub>=1.0",),
     "screen": ("mss>=9",),
     "onnx": ("onnx>=1.16", "onnxruntime>=1.18", "onnxslim>=0.1.50"),
     "openvino": ("onnx>=1.16", "openvino>=2024.4"),

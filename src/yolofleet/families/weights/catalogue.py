@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from yolofleet.config.hub_names import is_hub_name
 from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import load
 from yolofleet.families.table import FAMILIES, weights_files
+from yolofleet.families.weights.hub import OURS, TRANSFORMERS, cached_weights, hub_weights
 from yolofleet.storage.atomic import write_text
 from yolofleet.storage.caches import cache_folder
 from yolofleet.storage.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
@@ -66,7 +68,7 @@ def entry_of(name: str) -> KnownWeights | None:
 
 
 def resolve_weights(name: str, *, download: bool = True) -> Path:
-    """Return the file of ``name``: a path, a folder of Hugging Face's transformers, or a name of published weights.
+    """Return the file of ``name``: a path, a folder of Hugging Face's transformers or of the hub, or a name of published weights.
 
     Args:
         download: fetch published weights that are not in the cache; else return the path that they would get.
@@ -76,11 +78,15 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
         DownloadError, StorageError: the download failed.
     """
     path = Path(name)
+    if is_hub_name(name):
+        found = hub_weights(name) if download else cached_weights(name)
+        return found.path if found else path
     if path.is_file():
         return path
     if path.is_dir():
-        if (inside := path / "model.safetensors").is_file():  # a folder of Hugging Face's transformers
-            return inside
+        for file in (TRANSFORMERS[0], OURS):  # the second is of a repository that `weights push` has filled
+            if (path / file).is_file():
+                return path / file
         if (path / "config.json").is_file():
             old = path / "pytorch_model.bin"
             raise CheckpointError(
@@ -92,7 +98,7 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
             )
         raise CheckpointError(
             f"{name} is a folder, neither of a run nor of transformers",
-            hint="give a file, a folder with weights/best.safetensors, or one with config.json and model.safetensors",
+            hint=f"give a file, a folder with weights/{OURS} or {OURS}, or one with config.json and model.safetensors",
         )
     if path.name != name:
         raise CheckpointError(f"weights file {name} does not exist", hint="check the path")

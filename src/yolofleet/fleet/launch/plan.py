@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_without_validation
+from yolofleet.config.hub_names import is_hub_name
 from yolofleet.config.resolve import Resolved, with_values
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.config.stored.resume_options import is_address
@@ -49,7 +50,8 @@ def plan_run(
         )
     if fleet is None and not is_rank:
         config = with_gpus_counted(config)
-        settings = config.value
+    config = with_commits(config)
+    settings = config.value
     check_shares(settings, fleet)
     processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
     # config/stored/resume.py has found it; a run that an address keeps goes on in a new folder
@@ -103,6 +105,30 @@ def with_gpus_counted(config: Resolved[Any]) -> Resolved[Any]:
         device = numbered(range(count))
     inform(f"note: --device {ALL} is --device {device}")
     return with_values(config, {"device": device}, {})
+
+
+def with_commits(config: Resolved[Any]) -> Resolved[Any]:
+    """Return the settings with the commit in each name of weights on the hub, so that all processes get the same file.
+
+    Raises:
+        CheckpointError, DownloadError: the hub does not have them, or cannot be reached.
+        ConfigError: this is one of several processes that another launcher has started.
+    """
+    weights = config.value.weights
+    names = (weights,) if isinstance(weights, str) else weights
+    if not any(map(is_hub_name, names)):
+        return config
+    from yolofleet.families.weights.hub import pinned_name  # its HTTP would slow every start
+
+    pinned = tuple(pinned_name(name) if is_hub_name(name) else name for name in names)
+    if pinned == tuple(names):
+        return config
+    if is_worker():
+        raise ConfigError(
+            f"--weights {' '.join(names)}: each of several processes asks the hub alone, and could get another commit",
+            hint=f"--weights {' '.join(pinned)}",
+        )
+    return with_values(config, {"weights": pinned[0] if isinstance(weights, str) else pinned}, {})
 
 
 def is_worker() -> bool:
