@@ -62,6 +62,7 @@ WEIGHTS = Verbs(
         "inspect": "show the contents of a file, without executing it",
         "verify": "check the digest, values and origin of a file",
         "convert": "convert weights to another format",
+        "push": "upload the weights of a training to the Hugging Face hub",
     },
     help="Download, check and convert weights files.",
 )

@@ -247,6 +247,44 @@ def download_command(name: str, source: str, sha256: str) -> int:
     return 0
 
 
+@verb(
+    "push",
+    click.Argument(["run"]),
+    click.Argument(["name"], metavar="hf:USER/NAME"),
+    option("--public", "make a new repository public; the default is a private one", is_flag=True),
+    QUIET,
+    help="Upload the best weights of the training RUN, its card README.md and the picture in the card to the Hugging Face hub, and "
+    "print the name to load them by. A new repository is private. Needs the extra hub, and a login: hf auth login, or HF_TOKEN.",
+)
+def push_command(run: str, name: str, public: bool) -> int:
+    """Upload the weights of a run and print their name."""
+    from yolofleet.cli.commands import named_run
+    from yolofleet.families.weights.hub import OURS, push
+    from yolofleet.runs.report.card import PICTURE
+    from yolofleet.runs.report.folder import RunFolder
+    from yolofleet.storage.foreign import digest_of
+
+    folder = RunFolder(named_run(run))
+    weights = folder.weights / OURS
+    if not weights.is_file():
+        raise ConfigError(
+            f"{folder.shown} has no weights/{OURS}",
+            source="command line",
+            hint="name the folder of a training",
+        )
+    if not folder.card.is_file():
+        from yolofleet.runs.report.page import write_report
+
+        write_report(folder)
+    picture = folder.path / PICTURE
+    files = [(folder.card.name, folder.card), (OURS, weights)]
+    files += [(PICTURE, picture)] if picture.is_file() else []
+    inform(f"uploading to {name}: {', '.join(there for there, _ in files)}")
+    pushed, address = push(name, files, public=public)
+    echo(f"{address}\nsha256 {digest_of(weights)}\nuse it with --weights {pushed}")
+    return 0
+
+
 def _description(cfg: str) -> ModelDescription | None:
     if not cfg:
         return None

@@ -61,11 +61,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
     (("ema_rule", "ema_tau"), lambda c, r: not r.ema_decay, "ema_decay=0 keeps no average"),
     (("ema_tau",), lambda c, r: r.ema_rule != "ramp", "only ema_rule=ramp uses it"),
     (("repeat_threshold",), lambda c, r: c.sampler != "repeat-factor", "it needs --sampler repeat-factor"),
-    (
-        ("mosaic9", "mixup", "close_mosaic"),
-        lambda c, r: c.rect or not r.mosaic,
-        "this run shows no mosaics",
-    ),
+    (("mosaic9", "mixup", "close_mosaic"), lambda c, r: c.rect or not r.mosaic, "this run shows no mosaics"),
     (("mosaic",), lambda c, r: c.rect, "--rect shows no mosaics"),
 )
 

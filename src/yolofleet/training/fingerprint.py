@@ -31,12 +31,7 @@ BIT_SETTINGS = ("precision", "reduce")
 
 
 def fingerprint(
-    config: TrainConfig,
-    recipe: Recipe,
-    index: DataIndex,
-    model: Detector,
-    world: World,
-    callbacks: str,
+    config: TrainConfig, recipe: Recipe, index: DataIndex, model: Detector, world: World, callbacks: str
 ) -> dict[str, Any]:
     """Return everything that the run's result depends on. Collective: every rank.
 

@@ -53,8 +53,7 @@ def description_and_weights(
     if described is None:
         if weights is None:  # config/checks.py refuses it without --recipe-class
             raise ConfigError(
-                f"no model: {config.recipe_class} has no method network",
-                hint="--model yolov5n, or --weights",
+                f"no model: {config.recipe_class} has no method network", hint="--model yolov5n, or --weights"
             )
         described = weights.description
     return described, weights

@@ -17,13 +17,7 @@ from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
-from yolofleet.runs.report.plots import (
-    or_note,
-    plot_labels,
-    plot_pictures,
-    plot_results,
-    training_pictures,
-)
+from yolofleet.runs.report.plots import or_note, plot_labels, plot_pictures, plot_results, training_pictures
 from yolofleet.training.parallel.world import World
 
 SHOWN = 16  # images in a grid

@@ -154,6 +154,11 @@ class TrainReport:
             show_data_notes(console, data_notes, self.splits)
             if not self.has_val:
                 console.note(UNVALIDATED)
+        weights = {}
+        if self.config.weights and self.world.is_main and not resumed:
+            from yolofleet.training.start_facts import start_facts  # not for runs from scratch
+
+            weights = {"weights": start_facts(self.config.weights)}
         self.events.write(
             "start",
             start_s=self.clock.epoch_so_far().seconds["start"],
@@ -162,6 +167,8 @@ class TrainReport:
             step=state.step,
             versions=versions(),
             kernels=kernels(self.world.device),
+            data={index.split: index.digest for index in self.splits},
+            **weights,
         )
         if resumed:
             epoch = min(state.images_seen // self.dataset_images + 1, self.config.epochs)

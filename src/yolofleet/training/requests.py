@@ -144,11 +144,7 @@ class SaveTimer:
     """
 
     def __init__(
-        self,
-        minutes: float | None,
-        period: int | None,
-        hosts: int,
-        now: Callable[[], float] = time.monotonic,
+        self, minutes: float | None, period: int | None, hosts: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.minutes, self.period, self.hosts, self._now = minutes, period, hosts, now
         self.cost_s = self._spent_s = 0.0

@@ -257,11 +257,7 @@ def check_resume(
                 from yolofleet.families.networks.class_names import match_names  # only this error needs it
 
                 difference = match_names(then[part], now[part]).text or difference
-            raise CheckpointError(
-                f"the checkpoint was made {words}: {difference}",
-                source=source,
-                hint=hint,
-            )
+            raise CheckpointError(f"the checkpoint was made {words}: {difference}", source=source, hint=hint)
     if then["fleet"] != now["fleet"]:
         console.note(
             f"the fleet changed: {first_difference(then['fleet'], now['fleet'])}; the result does not"

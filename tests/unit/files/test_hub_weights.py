@@ -1,16 +1,20 @@
-"""Weights by their names on the Hugging Face hub: asked, downloaded and checked, and from the client's cache."""
+"""Weights by their names on the Hugging Face hub: asked, downloaded, checked, and uploaded; and from the client's cache."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import hub_server
 import pytest
+from click.testing import CliRunner
 from hub_server import TOKEN, Hub, Repository
+from report_runs import made_run
 from small_weights import saved, untrained
 
+from yolofleet.cli.weights import inspect_command, push_command
 from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.hub import hub_weights, known_files, pinned_name
@@ -18,6 +22,7 @@ from yolofleet.fleet.launch.plan import plan_run
 from yolofleet.storage.fetch import DownloadError
 from yolofleet.storage.foreign import digest_of
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.training.start_facts import start_facts
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hub")
 
@@ -72,11 +77,14 @@ def test_weights_come_from_the_hub_once_and_later_from_the_cache(hub, weights, m
     assert hub_weights("hf:me/net") == found
 
 
-def test_a_launcher_replaces_the_name_by_that_of_the_commit(hub, weights):
+def test_a_run_records_the_commit_the_digest_and_the_licence(hub, weights):
     _, commit = published(hub, {"best.safetensors": weights, "README.md": CARD})
     planned = plan_run(*resolve_train({"data": "shapes", "weights": "hf:me/net"}))
     assert planned.config.value.weights == f"hf:me/net@{commit}"
     assert not any("resolve" in path for path in hub.paths())  # the ranks download
+    facts = start_facts(planned.config.value.weights)
+    assert facts["given"] == f"hf:me/net@{commit}" and facts["licence"] == "apache-2.0"
+    assert facts["origin"] == f"{hub.address}/me/net/tree/{commit}"
     assert plan_run(resolve_val({"data": "shapes", "weights": "hf:me/net"})).config.value.weights == (
         f"hf:me/net@{commit}",
     )
@@ -148,7 +156,7 @@ def test_a_token_opens_a_private_repository_and_is_never_shown(hub, weights, mon
     published(hub, {"best.safetensors": weights}, "me/private")[0].error = "RepoNotFound"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     found = hub_weights("hf:me/private")
-    assert TOKEN not in f"{found} {''.join(capfd.readouterr())}"
+    assert TOKEN not in f"{found} {start_facts(found.name)} {''.join(capfd.readouterr())}"
     hub.repositories["me/private"].error = ""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # discard: nothing answers
     with pytest.raises(DownloadError) as error:
@@ -170,3 +178,31 @@ def test_a_file_that_is_not_in_lfs_has_no_known_digest(hub, weights):
     published(hub, {"best.safetensors": weights})[0].stated["best.safetensors"] = "cd" * 20
     with pytest.raises(CheckpointError, match="states no SHA-256"):
         hub_weights("hf:me/net")
+
+
+def test_a_push_uploads_weights_card_and_picture_and_the_name_loads_them(hub, weights, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = made_run(tmp_path / "exp", None)
+    folder.weights.joinpath("best.safetensors").write_bytes(weights)
+    folder.plots.joinpath("val_predictions.jpg").write_bytes(b"picture")
+    run = CliRunner()
+    done = run.invoke(push_command, [str(folder.path), "hf:me/mine"], catch_exceptions=False)
+    commit = next(iter(hub.repositories["me/mine"].commits))
+    assert f"--weights hf:me/mine@{commit}" in done.output
+    files = hub.repositories["me/mine"].commits[commit]
+    assert sorted(files) == ["README.md", "best.safetensors", "plots/val_predictions.jpg"]
+    assert files["best.safetensors"] == weights and b"license: unknown" in files["README.md"]
+    assert hub.made["me/mine"]["visibility"] == "private"
+    assert TOKEN not in done.output
+    shown = run.invoke(inspect_command, [f"hf:me/mine@{commit}"], catch_exceptions=False)
+    assert "cat" in shown.output and digest_of(folder.weights / "best.safetensors") in shown.output
+    run.invoke(push_command, [str(folder.path), "hf:me/shown", "--public"], catch_exceptions=False)
+    assert hub.made["me/shown"]["visibility"] == "public"
+    with pytest.raises(CheckpointError, match="names a revision"):
+        run.invoke(push_command, [str(folder.path), f"hf:me/mine@{commit}"], catch_exceptions=False)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(DownloadError):
+        run.invoke(push_command, [str(folder.path), "hf:me/mine"], catch_exceptions=False)
+    shutil.rmtree(folder.weights)
+    with pytest.raises(ConfigError, match="has no weights/best"):
+        run.invoke(push_command, [str(folder.path), "hf:me/mine"], catch_exceptions=False)

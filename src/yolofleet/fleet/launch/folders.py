@@ -53,7 +53,7 @@ MOST_LETTERS = 40  # in the name of a state: Python refuses numbers of thousands
 NAMED = 5  # names in a message about files that stay on a host
 # every run has them; no message
 LEFT_THERE = re.compile(
-    r"config\.yaml|report\.html|(wandb|mlflow)/.*"
+    r"config\.yaml|report\.html|README\.md|(wandb|mlflow)/.*"
     r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json|ranks\.json)|\.lock|\.job|\.fleet-.*"
 )
 MOST_NAMED = 8  # hosts in where.txt

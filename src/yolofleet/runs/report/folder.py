@@ -100,6 +100,7 @@ class RunFolder:
     results_csv = Inside(RESULTS)
     results_json = Inside("results.json")
     report = Inside("report.html")
+    card = Inside("README.md")  # of a training, for model hubs
     report_json = Inside("report.json")  # figures and pictures of the last validation
     weights = Inside("weights")
     checkpoints = Inside(STATES)
@@ -259,6 +260,10 @@ class RunFolder:
         for path in (self.report, self.report_json):
             with suppress(OSError):
                 path.unlink()
+        if self.card.exists():
+            from yolofleet.runs.report.sealed import discard_unchanged  # few runs need it
+
+            discard_unchanged(self.card)
 
     def make_tree(self) -> None:
         """Create the sub-folders of a training run. Raise StorageError if one cannot be created."""

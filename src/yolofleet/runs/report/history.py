@@ -87,8 +87,19 @@ def read_progress(
         "curves": _curves(rows),
         "curves_problem": problem,
         "settings": settings,
+        "inputs": inputs_of(events),
         "timeline": timeline_of(events, read_events(folder.launcher_events, limits)),
     }
+
+
+def inputs_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the starts of a run say of its start weights (``weights``), which the first one has read, and of its ``data`` and ``kernels``."""
+    found: dict[str, Any] = {}
+    for event in events:
+        if event.get("kind") == "start":
+            found |= {"weights": None, **event, **({"weights": found["weights"]} if found else {})}
+    known = {name: found.get(name) for name in ("weights", "data", "kernels")}
+    return {name: value for name, value in known.items() if isinstance(value, dict)}
 
 
 def judgement_of(folder: RunFolder, limits: Limits = REPORT) -> Judgement:

@@ -29,10 +29,16 @@ BATCH_PX, BATCH_BYTES = (1280, 800, 400), 1_000_000  # the picture of a training
 def write_report(folder: RunFolder, target: Path | None = None) -> Path:
     """Write the report of a run from its other files, into its folder if there is no ``target``; return the path.
 
+    Write the card of a training beside it, unless there is a ``target``.
+
     Raises:
         ConfigError: it is not the folder of a run. StorageError: the page cannot be written.
     """
     run = read_run(folder)
+    if target is None and run["verb"] == "train":
+        from yolofleet.runs.report.card import write_card  # not for a validation
+
+        write_card(folder, run)
     run |= with_pictures(folder, run["figures"])
     target = target or folder.report
     write_text(target, page(f"{run['name']}: report", {"kind": "run", "run": run}))

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.storage.atomic import (
-    check_fence,
-    emit_json,
-    is_deleted,
-    jsonable,
-    open_append,
-    write_csv,
-)
+from yolofleet.storage.atomic import check_fence, emit_json, is_deleted, jsonable, open_append, write_csv
 from yolofleet.storage.foreign import read_at, read_foreign_text
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import StorageError
@@ -127,8 +120,7 @@ def read_rows(
         return sorted((row for row in rows if row.get("epoch")), key=_epoch)
     except (OSError, ValueError, csv.Error) as problem:
         raise StorageError(
-            f"cannot read {path}: {_reason(problem)}",
-            hint="move it away; the run then writes a new one",
+            f"cannot read {path}: {_reason(problem)}", hint="move it away; the run then writes a new one"
         ) from None
 
 

@@ -16,13 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.datasets.listing import (
-    Listing,
-    compare,
-    is_same_content,
-    paths_of,
-    stored_listing,
-)
+from yolofleet.data.datasets.listing import Listing, compare, is_same_content, paths_of, stored_listing
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
