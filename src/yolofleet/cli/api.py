@@ -53,7 +53,8 @@ from yolofleet.support.text import inform
 
 # groups of settings of predict that decide the predictor, and not what happens with its predictions
 PREDICTOR_GROUPS = ("input", "your own code", "method", "execution")
-WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
+# settings of predict that write files
+WRITES = ("save", "save_as", "save_txt", "save_json", "save_csv", "save_crop")
 
 
 def load_model(
@@ -247,7 +248,7 @@ class Model:
         predictor = self._opened(config)
         with ExitStack() as stack:
             output = None
-            if config.save != "none" or any(getattr(config, name) for name in WRITES):
+            if any(getattr(config, name) not in ("none", False) for name in WRITES):
                 folder = RunFolder.create(
                     "predict", project=config.project, name=config.name, exist_ok=config.exist_ok
                 )

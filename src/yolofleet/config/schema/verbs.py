@@ -192,6 +192,9 @@ class PredictConfig(InferenceSettings):
     txt_format: Literal["yolo", "voc"] = saved_setting(
         "yolo", "format of --save-txt; yolo: class cx cy w h in 0..1; voc: class x1 y1 x2 y2 in pixels"
     )
+    save_as: Literal["none", "label-studio", "cvat", "coco", "yolo", "labelme"] = saved_setting(
+        "none", "write images and detections into the folder tasks, for people to correct in a labelling tool"
+    )
     save_json: bool = saved_setting(False, "write all detections to one JSON file")
     save_csv: bool = saved_setting(False, "write all detections to one CSV file")
     save_crop: bool = saved_setting(False, "write each detected object as an image")

@@ -25,12 +25,13 @@ from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.task import Task
 
 if TYPE_CHECKING:
+    import fiftyone
     import pandas
     import supervision
 
 # without the working folder on the import path
 WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
-OUTPUT_FOLDERS = ("labels", "crops")  # of a prediction, beside its pictures
+OUTPUT_FOLDERS = ("labels", "crops", "tasks")  # of a prediction, beside its pictures
 MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
 
@@ -138,6 +139,30 @@ class Prediction:
             data={"class_name": names},
         )
 
+    def to_fiftyone(self) -> fiftyone.Detections:
+        """Return the objects, with their masks, as ``Detections`` of the package fiftyone, for a field of a sample.
+
+        Raises:
+            ConfigError: fiftyone is not installed.
+        """
+        package, (height, width) = imported("fiftyone"), self.image_bgr.shape[:2]
+        masks = self.task.bitmaps(self.found, (height, width))
+        rows = []
+        for number, box in enumerate(self.boxes_xyxy_px.astype(np.float64)):
+            (left, top), (right, bottom) = box[:2], box[2:]
+            more = {}
+            if masks is not None:  # fiftyone has the pixels of the box
+                first, last = np.floor(box[:2]).astype(int), np.ceil(box[2:]).astype(int)
+                more["mask"] = masks[number, first[1] : last[1], first[0] : last[0]]
+            place = [left / width, top / height, (right - left) / width, (bottom - top) / height]
+            label = class_name(self.names, int(self.classes[number]))
+            rows.append(
+                package.Detection(
+                    label=label, bounding_box=place, confidence=float(self.scores[number]), **more
+                )
+            )
+        return package.Detections(detections=rows)
+
     def counts(self) -> str:
         """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` if nothing was found."""
         found, counts = np.unique(self.classes, return_counts=True)
@@ -236,6 +261,10 @@ class Predictions(list[Prediction]):
     def to_supervision(self) -> list[supervision.Detections]:
         """Return :meth:`Prediction.to_supervision` of each image."""
         return [prediction.to_supervision() for prediction in self]
+
+    def to_fiftyone(self) -> list[fiftyone.Detections]:
+        """Return :meth:`Prediction.to_fiftyone` of each image."""
+        return [prediction.to_fiftyone() for prediction in self]
 
     def to_coco(self) -> dict[str, Any]:
         """Return the boxes as a data set in COCO's format, for ``json.dump``.

@@ -15,6 +15,7 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.export.runtime import Runtime, open_networks
+from yolofleet.inference.predict.labelling import LabellingTasks
 from yolofleet.inference.predict.predictor import Predictor, one_device
 from yolofleet.inference.predict.results import (
     Prediction,
@@ -49,6 +50,7 @@ def predictor_of(config: PredictConfig) -> Predictor:
     )
     predictor = Predictor(networks, config)
     asked = {"--save-txt": config.save_txt, "--save-crop": config.save_crop, "--save-csv": config.save_csv}
+    asked |= {"--save-as": config.save_as != "none"}
     predictor.task.check(asked)
     return predictor
 
@@ -168,7 +170,7 @@ class Output(Closing):
     """Writes the files that the settings ask for.
 
     Pictures ``<stem>.<suffix>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
-    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. A stem has the folders below that of the
+    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``, ``tasks``. A stem has the folders below that of the
     source, see ``Stems``.
     """
 
@@ -180,6 +182,7 @@ class Output(Closing):
         self._video_item, self._video_path = -1, folder
         self._video_size = (0, 0)
         self._all: list[dict[str, Any]] = []
+        self._tasks = LabellingTasks(folder / "tasks", config.save_as) if config.save_as != "none" else None
 
     def close(self) -> None:
         if self._video is not None:  # after a failure the frames so far stay
@@ -200,6 +203,8 @@ class Output(Closing):
         if config.save_txt and len(prediction):
             text = as_txt(prediction, config.txt_format, scores=config.save_conf)
             write_text(self.folder / "labels" / f"{each}.txt", text)
+        if self._tasks is not None:
+            self._tasks.add(prediction, each)
         for n, crop in enumerate(crops_of(prediction) if config.save_crop else ()):
             kind = file_name(crop.name, f"class {crop.class_idx}")
             write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop.image)
@@ -209,6 +214,8 @@ class Output(Closing):
     def finish(self) -> None:
         """Write the files of the whole source."""
         self._end_video()
+        if self._tasks is not None:
+            self._tasks.finish()
         if self.config.save_json:
             write_json(self.folder / "predictions.json", self._all)
         if self.config.save_csv:
