@@ -128,7 +128,8 @@ def test_a_validation_beside_the_training_changes_no_figure(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
     args = train_args(data, "--save-every", "2steps", "--val-overlap", "--name", "overlap")
-    assert "validation of epoch 1" in in_ranks(folder, 2, *args)
+    said = in_ranks(folder, 2, *args)
+    assert "validation of epoch 1" in said
     runs = [whole["two"], folder / "runs" / "train" / "overlap"]
     rows = []
     for run in runs:
@@ -136,6 +137,9 @@ def test_a_validation_beside_the_training_changes_no_figure(
             found = list(csv.DictReader(file))
         rows.append([{name: cell for name, cell in row.items() if name not in TIMES} for row in found])
     assert rows[0] == rows[1] and all(row["metrics/mAP50"] for row in rows[0])
+    best = rows[0][results(runs[1])["best"]["epoch"] - 1]
+    figures = [f"{name} {float(best[f'metrics/{name}']):.3f}" for name in ("mAP50", "mAP50-95")]
+    assert f"best.safetensors (epoch {best['epoch']}, {', '.join(figures)})" in said
     for name in ("best", "last"):
         stored = [read_tensors(run / "weights" / f"{name}.safetensors") for run in runs]
         assert len({tensors_sha256(tensors) for tensors, _ in stored}) == 1

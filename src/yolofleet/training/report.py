@@ -462,7 +462,13 @@ class TrainReport:
         if self.last_evaluation is not None:
             accuracy = f": {accuracy_text(self.last_evaluation)}"
         epochs = state.progress.epochs_done
-        best = f"epoch {state.progress.best_epoch}" if self.has_val else "the last weights"
+        best = "the last weights"
+        if self.has_val:
+            epoch, counts = state.progress.best_epoch, self.task.fitness_of
+            row = next((row for row in self.files.rows() if row["epoch"] == epoch), {})
+            names = {name: column for column, name in self.task.columns.items() if column in row}
+            texts = [f"{name} {row[names[name]]:.3f}" for name in counts if name in names]
+            best = ", ".join([f"epoch {epoch}", *texts])
         if state.progress.best_fitness == 0:
             trained = pretrained_name(self.header.description)
             start = f", or from trained weights (--weights {trained})" if trained else ""
