@@ -87,7 +87,7 @@ def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, t
         "images left out 1 0",
     ):
         assert row in done.words
-    assert "train: images from 64 x 48 to 64 x 48 px; 1 of 2 classes have no label: dog" in done.out
+    assert "train: all images have 64 x 48 px; 1 of 2 classes have no label: dog" in done.out
 
     done = data("check", "set", "--limit", "2")
     assert "... and 11 more in train (--limit 0 shows all)" in done.out and "lies outside" not in done.out

@@ -123,8 +123,10 @@ class DatasetCheck:
             what = self.spec.missing["test"].what
             notes.append(f"{what}: test is left out; a training does not use it")
         for index in self.indexes:
-            (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
-            sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
+            ends = [f"{width} x {height}" for width, height in (index.sizes_wh.min(0), index.sizes_wh.max(0))]
+            sizes = f"{index.split}: images from {' to '.join(ends)} px"
+            if ends[0] == ends[1]:
+                sizes = f"{index.split}: all images have {ends[0]} px"
             empty = [name for name, count in zip(index.names, index.class_counts(), strict=True) if not count]
             shown = listed(empty, most=EMPTY_CLASSES_SHOWN)
             few = f"; {len(empty)} of {len(index.names)} classes have no label: {shown}" if empty else ""

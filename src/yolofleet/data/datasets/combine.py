@@ -250,7 +250,7 @@ def _without_images_of(
         pool = pool.part(np.setdiff1d(np.arange(len(pool)), left))
     many = [len(group) for group in copies if group[0][1] not in also]
     if many:
-        what = f"{sum(many)} images have only {len(many)} contents: equal ones stay in one split"
+        what = f"{sum(many)} images have only {len(many)} content{'s' * (len(many) > 1)}: equal ones stay in one split"
         done.notes.append(what)
     return pool
 
@@ -263,7 +263,8 @@ def _group_notes(groups: Sequence[str], names: Sequence[str]) -> list[str]:
         return []
     several = sum(count > 1 for count in sizes.values())
     some = [screen_line(name) for name, group in zip(names, groups, strict=True) if group == largest][:2]
-    what = f"{several} groups of images stay together; the largest has {most}, such as {', '.join(some)}"
+    stay = "group of images stays" if several == 1 else "groups of images stay"
+    what = f"{several} {stay} together; the largest has {most}, such as {', '.join(some)}"
     return [f"{what}; {sizes.total() - sum(c for c in sizes.values() if c > 1)} images are in no group"]
 
 
