@@ -27,6 +27,7 @@ WORDS = {
         "pretrained": "weights: --weights yolov5n.pt",
         "(conf-|score-|box-)?thres(hold)?|confidence|min-confidence": "conf of predict and val: --conf 0.4; in Python conf=0.4",
         "iou-thres(hold)?|nms-thres(hold)?": "iou of predict and val: --iou 0.6; in Python iou=0.6",
+        "half|fp16|use-amp": "precision: --precision fp16",
         "stream": "in Python, Model(weights).stream(source) gives the results one by one",
         "verbose|silent": "quiet: --quiet prints only errors and the result; --verbose of train and val has a line for each class",
         "async": "tune chooses the trials of a generation together: --generation 8",
