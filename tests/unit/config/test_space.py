@@ -38,6 +38,22 @@ def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
     assert Range(0.12341, 0.2).rounded(0.123411) == 0.12341, "rounding must not leave the range"
 
 
+def test_one_value_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    family = FAMILIES["rtdetr"]
+    assert read_space("lr0=[0.001, 1, log]", family) == {"lr0": Range(0.001, 1.0, True)}
+    for text, says in (
+        ("lr0=0.1", "lr0: 0.1 is not a range"),
+        ("lr1=[0.1,1]", "lrf?"),
+        ("lr0=[", "not YAML"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_space(text, family)
+        assert says in caught.value.render() and "--space" in caught.value.render()
+    (tmp_path / "a=b.yaml").write_text("nesterov: [true, false]\n")
+    assert read_space("a=b.yaml", family) == {"nesterov": Choices((True, False))}
+
+
 @pytest.mark.parametrize("name", ["yolov5", "darknet", "ppyoloe", "rtdetr", "dfine"])
 def test_the_default_space_of_a_family_contains_its_recipe(name: str) -> None:
     family = FAMILIES[name]

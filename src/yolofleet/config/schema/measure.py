@@ -125,7 +125,9 @@ class TuneConfig(RunSettings):
     verb: ClassVar[str] = "tune"
 
     space: str = input_setting(
-        "", "recipe values to search, with their ranges: a YAML file; default: the space of the model family"
+        "",
+        "recipe values to search, with their ranges: a YAML file, or one value as in lr0=[0.001,0.1,log]; default: the space of "
+        "the model family",
     )
     trials: Natural = length_setting(
         30, "trials: trainings with recipe values of their own; the first has those of the recipe"

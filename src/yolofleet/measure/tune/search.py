@@ -106,8 +106,8 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         rehearse(training, recipe)
     family, described = _network(training.value)
     recipe = recipe_of(recipe, family, described)
-    if file := resumed.space if resumed else config.value.space and Path(config.value.space):
-        space = read_space(file, family)
+    if given := resumed.space if resumed else config.value.space:
+        space = read_space(given, family)
     else:
         space = default_space(family)
     groups = _groups(config, fleet)

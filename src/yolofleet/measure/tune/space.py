@@ -15,7 +15,7 @@ from yolofleet.config.recipe import DEFAULT_RECIPE, family_files, no_such
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.families.family import Family
-from yolofleet.storage.yaml_lines import read_yaml
+from yolofleet.storage.yaml_lines import read_scalar, read_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 
@@ -70,16 +70,21 @@ def default_space(family: Family) -> dict[str, Range | Choices]:
     return read_space(files.get(family.recipe, files[DEFAULT_RECIPE]), family, every=False)
 
 
-def read_space(path: Path, family: Family, *, every: bool = True) -> dict[str, Range | Choices]:
-    """Return the space in a file. Raise ConfigError, with the line, for a key that the family lacks or an invalid range.
+def read_space(given: Path | str, family: Family, *, every: bool = True) -> dict[str, Range | Choices]:
+    """Return a space. Raise ConfigError, with the line, for a key that the family lacks or an invalid range.
 
     Args:
+        given: a file, or the text ``NAME=RANGE`` of one value.
         every: False: leave out what the family does not have.
     """
     model = family.hyperparameters
     found: dict[str, Range | Choices] = {}
-    for name, (listed, line) in read_yaml(path).items():
-        source = f"{path}:{line}"
+    only, is_text, text = str(given).partition("=")
+    if is_text and not Path(given).exists():
+        rows = {only.strip(): (read_scalar(text, "--space"), "--space")}
+    else:
+        rows = {name: (listed, f"{given}:{line}") for name, (listed, line) in read_yaml(Path(given)).items()}
+    for name, (listed, source) in rows.items():
         if name not in model.model_fields:
             if every:
                 raise no_such(name, Sourced(listed, source), family)
@@ -87,7 +92,7 @@ def read_space(path: Path, family: Family, *, every: bool = True) -> dict[str, R
         is_number = model.model_fields[name].annotation in (int, float)
         found[name] = (_range if is_number else _choices)(model, name, listed, source)
     if not found:
-        raise ConfigError(f"{path} names no values to search", hint="lr0: [0.001, 0.1, log]")
+        raise ConfigError(f"{given} names no values to search", hint="lr0: [0.001, 0.1, log]")
     return found
 
 
