@@ -142,11 +142,11 @@ def test_the_known_files_of_a_repository():
         ),
     ],
 )
-def test_what_cannot_be_had_gives_one_clear_error(hub, weights, name, kind, says):
-    published(hub, {"best.safetensors": weights})
+def test_what_cannot_be_had_gives_one_clear_error(hub, name, kind, says):
+    published(hub, {"best.safetensors": b"weights"})
     published(hub, {"a.bin": b"1"}, "me/empty")
     for other, error in (("private", "RepoNotFound"), ("gated", "GatedRepo")):
-        published(hub, {"best.safetensors": weights}, f"me/{other}")[0].error = error
+        published(hub, {"best.safetensors": b"weights"}, f"me/{other}")[0].error = error
     with pytest.raises(kind, match=says) as raised:
         hub_weights(name)
     assert raised.value.hint
