@@ -267,8 +267,12 @@ def _interface() -> Iterator[str]:
 
 
 def _parameters(function: Any) -> str:
-    return ", ".join(
+    parts = list(inspect.signature(function).parameters.values())
+    if is_settings := "__signature__" in vars(function):  # options.txt has these
+        parts = [part for part in parts if part.kind is not part.KEYWORD_ONLY]
+    texts = [
         f"{'**' * (part.kind is part.VAR_KEYWORD)}{part.name}"
         + ("" if part.default is part.empty else f"={part.default!r}")
-        for part in inspect.signature(function).parameters.values()
-    )
+        for part in parts
+    ]
+    return ", ".join([*texts, *["**settings"] * is_settings])

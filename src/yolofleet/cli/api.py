@@ -12,14 +12,16 @@ model.export(format="onnx,openvino")
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 
 from yolofleet.cli.weights import facts_of
 from yolofleet.config.hub_names import is_hub_name
@@ -32,9 +34,10 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.schema import best_weights, group_of
+from yolofleet.config.schema import TrainConfig, ValConfig, best_weights, group_of
 from yolofleet.config.schema.fields import file_of_weights
-from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.schema.verbs import BenchConfig, ExportConfig, PredictConfig
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.fleet.launch.machines import RunPlan
@@ -149,6 +152,28 @@ class BenchResult:
     figures: Mapping[str, Any]
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def takes(config: type[BaseModel]) -> Callable[[Method], Method]:
+    """Show ``**settings`` of a method as the settings of a command, with their defaults, to help() and to completion."""
+
+    def shown(method: Method) -> Method:
+        written = inspect.signature(method)
+        own = [one for one in written.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        settings = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation
+            )
+            for name, field in config.model_fields.items()
+            if name not in written.parameters
+        ]
+        vars(method)["__signature__"] = written.replace(parameters=[*own, *settings])
+        return method
+
+    return shown
+
+
 # -- the model -------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +211,7 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({self.weights or self.cfg or self.model!r})"
 
+    @takes(TrainConfig)
     def train(self, **settings: Any) -> TrainResult:
         """Train, and take the best weights of the run.
 
@@ -204,12 +230,14 @@ class Model:
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
         return result
 
+    @takes(ValConfig)
     def val(self, **settings: Any) -> ValResult:
         """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
         folder, results = _run(plan_run(self._resolved("val", resolve_val, settings)), "val")
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
+    @takes(PredictConfig)
     def predict(self, source: Any, **settings: Any) -> Predictions:
         """Return the boxes of all images of ``source``; for long videos use :meth:`stream`.
 
@@ -239,6 +267,7 @@ class Model:
         config = self._resolved("predict", resolve_predict, {"source": "in memory"}).value
         return facts_of(contents(resolve_weights(config.weights[0], download=True)))
 
+    @takes(PredictConfig)
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
         settings = {"source": "in memory", "save": "none", **settings}
@@ -262,6 +291,7 @@ class Model:
             if output is not None:
                 output.finish()
 
+    @takes(ExportConfig)
     def export(self, **settings: Any) -> list[ExportResult]:
         """Write files for other runtimes, one for each of ``format``. Takes the settings of ``yolofleet export``.
 
@@ -275,6 +305,7 @@ class Model:
             ExportResult(Path(one["file"]), one["format"], one["mib"], one["verified"], one) for one in found
         ]
 
+    @takes(BenchConfig)
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
         config = self._resolved("bench", resolve_bench, settings).value
@@ -283,6 +314,7 @@ class Model:
             inform(f"note: {size.note}")
         return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
 
+    @takes(TuneConfig)
     def tune(self, **settings: Any) -> TuneResult:
         """Search recipe values with many trainings of this model. Takes the settings of ``yolofleet tune``.
 

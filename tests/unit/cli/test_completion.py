@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 from commands import called
+from pydantic import BaseModel
 
+from yolofleet import Model
 from yolofleet.cli.app import APP
+from yolofleet.config.schema import TrainConfig
+from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.config.schema.verbs import PredictConfig
 
 
 def completed(words: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -100,3 +106,14 @@ def test_a_shell_completes_with_the_script(shell: str, tmp_path: Path) -> None:
         [shell, "-c", TAB[shell]], env=os.environ | settings, capture_output=True, text=True, timeout=900
     )
     assert done.stdout.split() == ["exact"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "config"), [("train", TrainConfig), ("stream", PredictConfig), ("tune", TuneConfig)]
+)
+def test_the_methods_of_python_state_their_settings(method: str, config: type[BaseModel]) -> None:
+    """For help() and for completion in notebooks, which ask for the signature."""
+    stated = inspect.signature(getattr(Model("yolov5n"), method)).parameters
+    defaults = {name: field.default for name, field in config.model_fields.items() if name != "source"}
+    assert {name: one.default for name, one in stated.items() if name != "source"} == defaults
+    assert "self" not in stated and ("source" in stated) == (method == "stream")
