@@ -260,8 +260,9 @@ def push_command(run: str, name: str, public: bool) -> int:
     """Upload the weights of a run and print their name."""
     from yolofleet.cli.commands import named_run
     from yolofleet.families.weights.hub import OURS, push
-    from yolofleet.runs.report.card import PICTURE
+    from yolofleet.runs.report.card import PICTURE, card
     from yolofleet.runs.report.folder import RunFolder
+    from yolofleet.runs.report.history import read_run
     from yolofleet.storage.foreign import digest_of
 
     folder = RunFolder(named_run(run))
@@ -272,12 +273,9 @@ def push_command(run: str, name: str, public: bool) -> int:
             source="command line",
             hint="name the folder of a training",
         )
-    if not folder.card.is_file():
-        from yolofleet.runs.report.page import write_report
-
-        write_report(folder)
     picture = folder.path / PICTURE
-    files = [(folder.card.name, folder.card), (OURS, weights)]
+    text = folder.card if folder.card.is_file() else card(folder, read_run(folder)).encode()
+    files = [(folder.card.name, text), (OURS, weights)]
     files += [(PICTURE, picture)] if picture.is_file() else []
     inform(f"uploading to {name}: {', '.join(there for there, _ in files)}")
     pushed, address = push(name, files, public=public)

@@ -198,6 +198,10 @@ def test_a_push_uploads_weights_card_and_picture_and_the_name_loads_them(hub, we
     assert "cat" in shown.output and digest_of(folder.weights / "best.safetensors") in shown.output
     run.invoke(push_command, [str(folder.path), "hf:me/shown", "--public"], catch_exceptions=False)
     assert hub.made["me/shown"]["visibility"] == "public"
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    run.invoke(push_command, [f"file://{folder.path}", "hf:me/stored"], catch_exceptions=False)
+    stored = hub.repositories["me/stored"].commits.popitem()[1]
+    assert stored["best.safetensors"] == weights and stored["plots/val_predictions.jpg"] == b"picture"
     with pytest.raises(CheckpointError, match="names a revision"):
         run.invoke(push_command, [str(folder.path), f"hf:me/mine@{commit}"], catch_exceptions=False)
     monkeypatch.delenv("HF_TOKEN")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.hub_names import HUB, HUB_NAME
 from yolofleet.storage.fetch import DownloadError
-from yolofleet.storage.foreign import digest_of, read_foreign_text, reading
+from yolofleet.storage.foreign import digest_of, open_foreign, read_foreign_text, reading
 from yolofleet.storage.request import OFFLINE, is_offline
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.redaction import Redaction
@@ -147,10 +147,11 @@ def _fetch(name: str) -> None:
             api.hf_hub_download(repository, file, revision=commit, cache_dir=_cache())
 
 
-def push(name: str, files: Sequence[tuple[str, Path]], *, public: bool) -> tuple[str, str]:
+def push(name: str, files: Sequence[tuple[str, Path | bytes]], *, public: bool) -> tuple[str, str]:
     """Upload files, each with its name there, in one commit; return the name with the commit, and its address.
 
     Args:
+        files: names and paths or contents. A path may be that of a file in a store, whose content is not here yet.
         public: of a repository that does not exist yet. One that exists stays as it is.
     Raises:
         CheckpointError, DownloadError, ConfigError: as :func:`hub_weights`.
@@ -164,9 +165,17 @@ def push(name: str, files: Sequence[tuple[str, Path]], *, public: bool) -> tuple
         raise DownloadError(
             f"cannot push to {name}: {OFFLINE} or {_OFFLINE_HUB[0]} is set", hint="leave it out"
         )
-    with _asking(name) as (client, api):
+    with ExitStack() as opened, _asking(name) as (client, api):
+        operations = []
+        for there, content in files:
+            if isinstance(content, Path):
+                with reading(content, CheckpointError):
+                    operations.append(
+                        client.CommitOperationAdd(there, opened.enter_context(open_foreign(content)))
+                    )
+            else:
+                operations.append(client.CommitOperationAdd(there, content))
         api.create_repo(repository, private=not public, exist_ok=True)
-        operations = [client.CommitOperationAdd(there, str(path)) for there, path in files]
         commit = api.create_commit(repository, operations, commit_message="Upload weights of yolofleet")
     return f"{HUB}{repository}@{commit.oid}", str(commit.commit_url)
 
