@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import in_ranks, killed_at_step, results, yolofleet
+from commands import events_of, in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
 from label_rows import shapes_of
 
@@ -99,13 +98,12 @@ def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fl
         assert trained(folder, f"{family} {name}", steps, *model, *FLEETS[name]) == alone, name
 
 
-def test_measured_shares_give_each_rank_work_after_steps_that_have_one_micro_batch(folder: Path) -> None:
+def test_shares_measure_each_rank_although_first_steps_have_one_micro_batch(folder: Path) -> None:
     job = [*YOLOV5, *["--img", "64", "--micro-batch", "16", "--nominal-batch", "64", "--val-period", "0"]]
     alone = trained(folder, "measured alone", 24, *job, *ALONE)
     assert trained(folder, "measured", 24, *job, *FLEETS["two"], "--shares", "auto") == alone
-    log = (folder / "runs" / "train" / "measured" / "logs" / "rank-0.log").read_text()
-    shares = re.search(r"measured speed: (\d+)%, (\d+)%", log)
-    assert shares and all(int(share) for share in shares.groups()), log
+    measured = events_of(folder / "runs" / "train" / "measured", "shares")[0]
+    assert sum(measured["micro_batches"]) == 4 and all(measured["seconds"])
 
 
 @pytest.mark.slow

@@ -22,14 +22,13 @@ from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.run import ValidationStopped
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.support.errors import CheckpointError, ClusterError, NumericsError, Stopped
-from yolofleet.support.text import listed
 from yolofleet.training.agreement import CHECK_STEPS, check_agreement
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
 from yolofleet.training.requests import NOTHING, Asked, SaveTimer, StopRequest, stop_requests
 from yolofleet.training.run_files import CHECKPOINT
 from yolofleet.training.run_steps import RunSteps
-from yolofleet.training.schedule import SpeedProbe, StepPlan, StepSplitter
+from yolofleet.training.schedule import StepPlan, StepSplitter
 from yolofleet.training.state import Tally, TrainState
 from yolofleet.training.step import NanRule, StepAbandoned, train_step, watch_numerics
 from yolofleet.training.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
@@ -38,6 +37,7 @@ from yolofleet.training.validations import Validations
 
 if TYPE_CHECKING:
     from yolofleet.runs.checkpoint.restart_store import RestartStore
+    from yolofleet.training.shares import SpeedShares
 
 MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that diverges
 
@@ -64,6 +64,7 @@ class TrainingRun:
     tally: Tally = field(init=False)
     micro_batches: Any = field(init=False)  # closable iterator, from the next step on
     saves: SaveTimer = field(init=False)
+    shares: SpeedShares | None = field(init=False, default=None)  # with --shares auto
 
     def __post_init__(self) -> None:
         config = self.config
@@ -92,8 +93,12 @@ class TrainingRun:
             self.report.ended_before(self.validations.evaluate(self.loss.at(1)), self.steps.reached_limits())
             return
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.steps.schedule.step_images))
-        self.state.replicas.timed = self.config.shares == "auto"
-        self.splitter = replace(self.splitter, rotates=self.state.replicas.timed)
+        if self.config.shares == "auto" and self.world.size > 1:
+            from yolofleet.training.shares import SpeedShares
+
+            step_images, events = self.steps.schedule.step_images, self.report.events
+            self.shares = SpeedShares(self.world, self.state.replicas, step_images, events)
+            self.splitter = replace(self.splitter, rotates=True)
         self.micro_batches = self.loader(self.steps.keys(self.splitter))
         hosts = len(set(self.world.gather(self.world.host)))
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
@@ -127,7 +132,6 @@ class TrainingRun:
             NumericsError: see ``watch_numerics``; the state may be between two steps.
             Stopped: a rank got a stop request; the state is saved.
         """
-        probe = SpeedProbe() if self.state.replicas.timed else None
         unended = self.steps.unended_epoch()
         if unended is not None:
             self._end_step(unended, stop, Asked(save=True))
@@ -143,10 +147,16 @@ class TrainingRun:
                 self.validations.end()
                 self._save(ends_epoch=False)
                 self._stop(stop)
-            if probe and probe.is_done(plan, self.splitter, self.report.clock):
-                self._share_by_speed(probe)
-                probe = None
             is_last = plan.step + 1 == self.steps.schedule.steps_of_run
+            if self.shares is not None and not is_last:
+                ends_epoch = self.steps.epochs_after(plan) > self.state.progress.epochs_done
+                with self.report.clock("comm"):
+                    splitter = self.shares.after(
+                        plan, self.splitter, ends_epoch=ends_epoch, is_asked=asked.compare
+                    )
+                if splitter is not None:
+                    with self.report.clock("data"):
+                        self._divide_by(splitter)
             if is_last or crosses_period(CHECK_STEPS, plan.step, plan.step + 1):
                 with self.report.clock("comm"):
                     check_agreement(self.state, self.world, equal_kernels=self.equal_kernels)
@@ -325,6 +335,7 @@ class TrainingRun:
             save=is_requested or self.saves.is_due(ends_epoch=ends_epoch),
             keep=self.memory is not None and self.memory.is_due(),
             end=self.steps.is_time_up(self.report.clock),
+            compare=self.shares is not None and self.shares.is_due(),
         )
 
     def _load(self, count: int, stop: StopRequest) -> list[MicroBatch]:
@@ -357,26 +368,11 @@ class TrainingRun:
         stopped.machine_goes = stop.machine_goes
         raise stopped
 
-    def _share_by_speed(self, probe: SpeedProbe) -> None:
-        """Give each rank micro-batches in proportion to its measured speed (``--shares auto``).
-
-        This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
-        """
-        measured = self.world.gather(probe.images / max(probe.compute_s, 1e-9))
-        known = [speed for speed in measured if speed > 0] or [1.0]
-        speeds = [speed or sum(known) / len(known) for speed in measured]
-        step_images = self.steps.schedule.step_images
-        self.splitter = self.splitter.with_speeds(speeds)
-        self.state.replicas.time_kernels_of(self.splitter.largest_pass(step_images))
-        parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
-        self.state.replicas.timed = False
-        self.world.console.note(f"shares of the ranks by measured speed: {parts}")
-        if idle := self.splitter.idle_ranks(step_images):
-            count = self.splitter.divided(step_images)
-            self.world.console.warn(
-                f"no more work for rank{'s' if len(idle) > 1 else ''} {listed([*map(str, idle)])}: too slow for one of "
-                f"the {count} micro-batches of a step; a smaller --micro-batch, or --shares as numbers, gives it some"
-            )
+    def _divide_by(self, splitter: StepSplitter) -> None:
+        """Divide the next steps by ``splitter``. This changes which rank computes which micro-batch, not the result."""
+        self.splitter = splitter
+        self.state.replicas.time_kernels_of(splitter.largest_pass(self.steps.schedule.step_images))
+        # what the loader has read ahead belongs to the old parts
         self.micro_batches.close()
         self.micro_batches = self.loader(self.steps.keys(self.splitter))
 

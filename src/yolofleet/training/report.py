@@ -339,11 +339,11 @@ class TrainReport:
         }
         every = self.world.gather({**mine, "host": self.world.host, "problem": self.files.problem})
         self._tell_lost_copies([rank["problem"] for rank in every])
-        for rank, slower in self._slow_ranks.told([one["spent"] for one in every]).items():
+        follows = self.config.shares == "auto"  # shares.py reports what it changes
+        slow = {} if follows else self._slow_ranks.told([one["spent"] for one in every])
+        for rank, slower in slow.items():
             what = f"rank {rank} on {every[rank]['host']} has become {slower:.0f} times slower"
-            self.world.console.warn(
-                f"{what}, and its share stays: --resume with --shares auto measures again"
-            )
+            self.world.console.warn(f"{what}, and its share stays: --resume with --shares auto follows it")
         if self.world.is_main:
             seconds = [[round(s, 3) for s in rank["times"]["seconds"].values()] for rank in every]
             self.events.write("phases", epoch=epoch, hosts=[rank["host"] for rank in every], seconds=seconds)

@@ -41,6 +41,7 @@ class Asked(NamedTuple):
         save, keep: after the step, save the state on disk, or keep it in memory.
         end: end the run in time (``--minutes``).
         unreadable: tell the other ranks of images that were replaced.
+        compare: compare the speed of the ranks (``--shares auto``).
     """
 
     stop: bool = False
@@ -48,6 +49,7 @@ class Asked(NamedTuple):
     keep: bool = False
     end: bool = False
     unreadable: bool = False
+    compare: bool = False
 
     def packed(self) -> list[int]:
         """Return the numbers to sum over ranks."""

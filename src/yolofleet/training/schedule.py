@@ -16,14 +16,13 @@ from itertools import islice
 
 from yolofleet.config.schema import Recipe, step_images_of
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
-from yolofleet.runs.report.clock import Clock
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.random_numbers import generator
 from yolofleet.training.parallel.partition import Partition
 
 LEAST_WARMUP_STEPS = 100
-# steps with work that --shares auto measures on each device; the first ones are slower
-MEASURED_TURNS = range(3, 10)
+# steps in a row in which a rank without work is measured again (--shares auto)
+TRIAL_STEPS = 3
 # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
 COOLDOWN = 5
 
@@ -259,6 +258,7 @@ class StepSplitter:
         sizes_until: epoch, counted from 0, from which on the size is img.
         per_pass: micro-batches that pass the network together.
         rotates: with each step, every device takes the place of the next one, so each has work soon.
+        trial: the partition of the first steps of each ``trial_period``; a period of 0: of none.
     """
 
     partition: Partition
@@ -274,22 +274,13 @@ class StepSplitter:
     seed: int
     per_pass: int = 1
     rotates: bool = False
+    trial: Partition | None = None
+    trial_period: int = 0
     sizes_until: float = math.inf
-
-    def with_speeds(self, speeds: Sequence[float]) -> StepSplitter:
-        """Return a splitter that gives each rank work in proportion to its speed, equally to its devices."""
-        shares = tuple(speed for speed in speeds for _ in range(self.replicas))
-        return replace(self, partition=Partition(shares), rotates=False)
 
     def divided(self, images: int) -> int:
         """Return the number of micro-batches that the devices share in a step, or with ``sync_bn`` in each of its groups."""
         return (self.batch if self.sync_bn else images) // self.micro_batch
-
-    def idle_ranks(self, images: int) -> list[int]:
-        """Return the ranks that have no work in a step."""
-        ranges = self.partition.ranges(self.divided(images))
-        busy = {at // self.replicas for at, mine in enumerate(ranges) if mine}
-        return [rank for rank in range(len(ranges) // self.replicas) if rank not in busy]
 
     def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
@@ -306,10 +297,20 @@ class StepSplitter:
             list(islice(rest, len(self._replica_keys(plan, replica)))) for replica in range(self.replicas)
         ]
 
+    def most_of(self, plan: StepPlan) -> int:
+        """Return the most micro-batches of a step that a device of this rank computes."""
+        groups = plan.images // self.batch if self.sync_bn else 1
+        return groups * max(len(self._range(plan, replica)) for replica in range(self.replicas))
+
+    def _range(self, plan: StepPlan, replica: int) -> range:
+        """Return the micro-batches that a device of this rank computes in a step, or in each of its groups."""
+        is_trial = self.trial_period and plan.step % self.trial_period < TRIAL_STEPS
+        partition = self.trial if is_trial and self.trial else self.partition
+        ranges, number = partition.ranges(self.divided(plan.images)), self.rank * self.replicas + replica
+        return ranges[(number + plan.step * self.rotates) % len(ranges)]
+
     def _replica_keys(self, plan: StepPlan, replica: int) -> list[MicroBatchKey]:
-        size, number = self.size_of(plan), self.rank * self.replicas + replica
-        ranges = self.partition.ranges(self.divided(plan.images))
-        mine = ranges[(number + plan.step * self.rotates) % len(ranges)]
+        size, mine = self.size_of(plan), self._range(plan, replica)
         if not self.sync_bn:
             passes = [mine[at : at + self.per_pass] for at in range(0, len(mine), self.per_pass)]
             return [
@@ -333,7 +334,7 @@ class StepSplitter:
 
     def largest_pass(self, step_images: int) -> int:
         """Return the images of the largest pass of this rank in a step after warm-up."""
-        plan = StepPlan(0, 0, step_images, 0.0, 0.0, 0.0)
+        plan = StepPlan(TRIAL_STEPS, 0, step_images, 0.0, 0.0, 0.0)  # the first step that is no trial
         return max((len(key.samples) for key in self.keys(plan)), default=0)
 
     def check(self, step_images: int) -> None:
@@ -377,23 +378,3 @@ class StepSplitter:
         low, high = self.size_range()
         draw = generator(self.seed, "multi-scale", plan.step).random()
         return (low + int(draw * (high - low + 1))) * self.stride
-
-
-class SpeedProbe:
-    """Counts this rank's images and compute seconds in steps that give it work; the splitter rotates meanwhile."""
-
-    def __init__(self) -> None:
-        self.images, self.compute_s = 0, 0.0
-        self._turns = 0  # steps with work that the devices have had, together
-        self._clock_s = 0.0
-
-    def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
-        """Record a finished step; return True after the last measured one, which is the same on every rank."""
-        images = sum(len(key.samples) for key in splitter.keys(plan))
-        before_s, self._clock_s = self._clock_s, clock.run_so_far().seconds["compute"]
-        devices = len(splitter.partition.shares)
-        if images and self._turns >= MEASURED_TURNS.start * devices and self._clock_s > before_s:
-            self.images += images
-            self.compute_s += self._clock_s - before_s
-        self._turns += min(splitter.divided(plan.images), devices)
-        return self._turns >= MEASURED_TURNS.stop * devices

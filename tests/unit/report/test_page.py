@@ -349,6 +349,14 @@ def test_label_statistics_count_each_label_once(index):
 # -- the time line -----------------------------------------------------------------------------------------
 
 
+def test_the_events_of_the_time_line_have_changes_of_shares(tmp_path):
+    folder = made_run(tmp_path / "run", None)
+    with folder.events(0).open("a") as events:
+        events.write(json.dumps({"time": 1e9 + 9, "kind": "shares", "why": "rank 1 computes 3"}) + "\n")
+    marks = read_run(folder)["timeline"]["marks"]
+    assert {"at_s": 9, "kind": "shares", "text": "rank 1 computes 3"} in marks
+
+
 def test_the_time_line_has_starts_stragglers_and_no_overlap(tmp_path):
     line = read_run(made_run(tmp_path / "run", None))["timeline"]
     assert [a["restarts"] for a in line["attempts"]] == [0, 1] and line["attempts"][0]["from_s"] == 0

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from yolofleet.runs.report.clock import Clock
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.partition import Partition
-from yolofleet.training.schedule import SpeedProbe, StepPlan, StepSplitter
+from yolofleet.training.schedule import StepPlan, StepSplitter
 
 
 def splitter(
@@ -83,34 +82,11 @@ def test_devices_of_several_processes_get_each_image_and_each_number_once() -> N
     assert [at for key in keys for _, at in key.samples] == list(range(192, 256))
 
 
-@pytest.mark.parametrize("sync_bn", [False, True])
-@pytest.mark.parametrize(("devices", "batch"), [(1, 16), (2, 16), (3, 32), (4, 16), (8, 16), (5, 64)])
-def test_each_device_is_measured_however_few_micro_batches_a_step_has(
-    devices: int, batch: int, sync_bn: bool
-) -> None:
-    shared = splitter(",".join("1" * devices), micro_batch=16, batch=batch)
-    ranks = [replace(shared, rank=rank, rotates=True, sync_bn=sync_bn) for rank in range(devices)]
-    probes, clocks = [SpeedProbe() for _ in ranks], [Clock() for _ in ranks]
-    for step in range(1000):
-        plan = StepPlan(step, step * batch, batch, 0, 0, 0)
-        keys = [rank.keys(plan) for rank in ranks]
-        seen = [at for of_rank in keys for key in of_rank for _, at in key.samples]
-        assert sorted(seen) == sorted(n % 1000 for n in range(step * batch, step * batch + batch))
-        for clock, of_rank in zip(clocks, keys, strict=True):
-            for _ in of_rank:
-                with clock("compute"):
-                    sum(range(1000))
-        done = {
-            probe.is_done(plan, rank, clock) for probe, rank, clock in zip(probes, ranks, clocks, strict=True)
-        }
-        assert len(done) == 1  # all ranks must share their speeds after the same step
-        if done == {True}:
-            break
-    assert step < 10 * devices and all(probe.images >= 16 * 6 and probe.compute_s > 0 for probe in probes)
-
-
-def test_a_rank_that_is_too_slow_for_a_micro_batch_is_named() -> None:
-    made = splitter("1,1,1", micro_batch=16)
-    assert made.idle_ranks(64) == [] and made.with_speeds([90.0, 1.0, 90.0]).idle_ranks(64) == [1]
-    devices = replace(splitter("1,1,1,1", micro_batch=16), replicas=2).with_speeds([1.0, 90.0])
-    assert devices.idle_ranks(64) == [0]
+def test_a_rank_without_work_gets_one_micro_batch_in_trials_only() -> None:
+    made = replace(splitter("3,1,0", micro_batch=16), trial=Partition((2.0, 1.0, 1.0)), trial_period=50)
+    ranks = [replace(made, rank=rank) for rank in range(3)]
+    for step in (49, 50, 51, 52, 53):
+        plan = StepPlan(step, 64 * step, 64, 0, 0, 0)
+        counts = [2, 1, 1] if step in (50, 51, 52) else [3, 1, 0]
+        assert [rank.most_of(plan) for rank in ranks] == [len(rank.keys(plan)) for rank in ranks] == counts
+    assert [rank.largest_pass(64) for rank in ranks] == [16, 16, 0]

@@ -267,7 +267,7 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
     replicas = Replicas([Replica.build(model, device, world, synced=False)] * 2)
     # a wait for the CPU has no effect that a test could see
     monkeypatch.setattr(replicas_module, "wait_for", waits.append)
-    for replicas.timed, expected in ((False, []), (True, [device] * 3)):
+    for replicas.timed, expected in ((False, []), (True, [device] * 4)):
         replicas.begin(1)
         assert replicas.each(lambda replica, number: number, [0, 1]) == [0, 1]
         replicas.finish()

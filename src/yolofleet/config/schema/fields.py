@@ -302,6 +302,6 @@ class SharesSettings(Frozen):
 
     shares: str = execution_setting(
         "",
-        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
+        "relative work of each rank, such as 2,1,1; auto: by measured speed, which they follow; default: equal",
         rare=True,
     )

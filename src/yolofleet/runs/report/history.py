@@ -353,6 +353,7 @@ _MARKS = {
     "end": "finished after step {step}",
     "changed_data": "the run went on with another data set: {why}",
     "unreadable": "an image was replaced: {why}",
+    "shares": "{why}",
 }
 
 

@@ -9,6 +9,7 @@ devices get a copy of the parameters after each update.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -105,12 +106,12 @@ class Replicas:
     """All replicas of this process. The optimizer updates the parameters of the first one (``lead``).
 
     Attributes:
-        timed: wait for the devices after the passes and after the reduction, so that the host's clock can separate
-            compute time from waiting time; this costs some overlap.
+        timed: wait for the devices before and after the passes of a step, to measure them; this costs some overlap.
+        passes_s: seconds of the passes of the last step that was timed.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self.timed = False
+        self.timed, self.passes_s = False, 0.0
         self.all = list(replicas)
         self.lead = self.all[0]
         self._pool: ThreadPoolExecutor | None = None
@@ -163,19 +164,24 @@ class Replicas:
 
     def each(self, work: Callable[[Replica, Part], Done], parts: Iterable[Part]) -> list[Done]:
         """Run ``work(replica, part)`` on all replicas in parallel; return the results in replica order."""
+        if self.timed:
+            self._wait()
+        began_s = time.perf_counter()
         done = list((self._pool.map if self._pool else map)(work, self.all, parts))
         if self.timed:
-            for replica in self.all:
-                wait_for(replica.device)
+            self._wait()
+            self.passes_s = time.perf_counter() - began_s
         return done
+
+    def _wait(self) -> None:
+        for replica in self.all:
+            wait_for(replica.device)
 
     def finish(self) -> None:
         """Sum over replicas, then over ranks. Collective: every rank, once per step."""
         for replica in self.all[1:]:
             self.lead.buckets.add(replica.buckets)
         self.lead.buckets.finish()
-        if self.timed:
-            wait_for(self.lead.device)
 
     @torch.no_grad()
     def copy_to_devices(self) -> None:
