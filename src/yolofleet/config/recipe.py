@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve, with_values
 from yolofleet.config.schema import GivenRecipe, Recipe
-from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import Family, load
 from yolofleet.families.table import BUILT_IN, FAMILIES, owners
 from yolofleet.storage.yaml_lines import read_yaml
@@ -113,6 +112,8 @@ def no_such(name: str, entry: Sourced, family: Family | None = None) -> ConfigEr
             source=entry.source,
             hint=f"leave it out; {family.name} has: {', '.join(own)}" if own else "leave it out",
         )
+    from yolofleet.config.words.unknown import instead_of  # errors alone need it
+
     known = dict.fromkeys([*Recipe.model_fields, *own])
     asked = f"--set {name}={shown(entry.value)}: " if entry.source == COMMAND_LINE else ""
     return ConfigError(

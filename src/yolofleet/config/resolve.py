@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.schema import AUTO, Recipe, TrainConfig, choices_of, flag_of
-from yolofleet.config.words.unknown import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 
@@ -111,6 +110,8 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
     for layer in layers:
         for name, entry in layer.items():
             if name not in model.model_fields and model.model_config.get("extra") != "allow":
+                from yolofleet.config.words.unknown import instead_of  # errors alone need it
+
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
                     source=entry.source,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from yolofleet.config.words.unknown import instead_of
 from yolofleet.families.family import MASKED, load
 from yolofleet.families.networks.checked import known_names, short
 from yolofleet.families.table import FAMILIES
@@ -77,6 +76,8 @@ def preset(name: str) -> ModelDescription:
         if known is not None:
             description: ModelDescription = load(family.preset)(known)
             return description
+    from yolofleet.config.words.unknown import instead_of  # errors alone need it
+
     if match := re.fullmatch(r"(.+)-(cls|pose|obb)", name):
         raise ConfigError(
             f"model {short(name)}: yolofleet trains networks for boxes and masks, and not for {OTHER_TASKS[match[2]]}",
