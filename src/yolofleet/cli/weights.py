@@ -147,7 +147,7 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
     QUIET,
     help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
     "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE). Without a suffix "
-    "it is a folder for Hugging Face's transformers (RT-DETRv2, D-FINE).",
+    "it is a folder for Hugging Face's transformers (RT-DETRv2, D-FINE, RF-DETR).",
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
@@ -157,7 +157,9 @@ def convert_command(file: str, out: str, cfg: str) -> int:
     from yolofleet.families.weights.value import write_weights
 
     writers = {".safetensors": write_weights}
-    writers |= {file.suffixes[0]: load(file.write) for file in weights_files() if file.write}
+    for one in weights_files():
+        if one.write:
+            writers.setdefault(one.suffixes[0], load(one.write))
     target = Path(out)
     suffix = "/" if out.endswith("/") else target.suffix.lower() or "/"  # "/": a folder
     if suffix not in writers:
@@ -182,7 +184,9 @@ def convert_command(file: str, out: str, cfg: str) -> int:
         )
     for assumption in weights.header.assumed.values():
         inform(f"note: {assumption}")
-    writers[suffix](target, weights)
+    own = FAMILIES[weights.header.family].weights_files  # several families may write files with one suffix
+    mine = next((load(one.write) for one in own if suffix in one.suffixes and one.write), writers[suffix])
+    mine(target, weights)
     echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
     use = FAMILIES[weights.header.family].safetensors_use
     if suffix == ".safetensors" and use:

@@ -10,6 +10,23 @@ NO_EXPORT = {
     "openvino --half": SIXTEEN,
     "openvino --int8": "the runtime cannot load the 8-bit form",
 }
+
+
+def files_of(family: str) -> tuple[WeightsFile, ...]:
+    """Return the formats of a family's weights files: the authors' checkpoints, and folders of transformers."""
+    part = f"{family}.weights_files"
+    return (
+        WeightsFile("torch checkpoint", f"{part}:read_pth", (".pth",), recognises=f"{part}:recognises_pth"),
+        WeightsFile(
+            "safetensors",
+            f"{part}:read_safetensors",
+            ("/",),  # a folder
+            recognises=f"{part}:recognises_safetensors",
+            write=f"{part}:write_folder",
+        ),
+    )
+
+
 FAMILY = Family(
     name="rtdetr",
     from_dict="rtdetr.description:RtdetrDescription.from_dict",
@@ -24,21 +41,7 @@ FAMILY = Family(
     preset_names="rtdetr.description:PRESETS.keys",
     preset="rtdetr.description:PRESETS.__getitem__",
     canonical="rtdetr.description:canonical",
-    weights_files=(
-        WeightsFile(
-            "torch checkpoint",
-            "rtdetr.weights_files:read_pth",
-            (".pth",),
-            recognises="rtdetr.weights_files:recognises_pth",
-        ),
-        WeightsFile(
-            "safetensors",
-            "rtdetr.weights_files:read_safetensors",
-            ("/",),  # a folder
-            recognises="rtdetr.weights_files:recognises_safetensors",
-            write="rtdetr.weights_files:write_folder",
-        ),
-    ),
+    weights_files=files_of("rtdetr"),
     published="rtdetr.published:items",
     no_export=NO_EXPORT,
 )

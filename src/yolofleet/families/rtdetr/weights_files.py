@@ -79,7 +79,7 @@ def read_safetensors(path: Path, description: ModelDescription | None = None) ->
     Raises:
         CheckpointError: see :func:`read_pth`; or the configuration is damaged, or describes another network.
     """
-    files = [_json(path.with_name(name)) for name in ("config.json", "preprocessor_config.json")]
+    files = [json_beside(path.with_name(name)) for name in ("config.json", "preprocessor_config.json")]
     return _weights(read_plain(path), description, path, *files)
 
 
@@ -99,7 +99,7 @@ def _state(root: Any) -> dict[str, StoredTensor]:
     return {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_beside(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is no such file."""
     if not path.exists():
         return {}
