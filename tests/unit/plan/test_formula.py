@@ -238,6 +238,8 @@ def test_saved_bytes_are_those_of_a_forward_pass_by_hand():
     class Two(torch.nn.Sequential):
         """A convolution from 3 to 4 channels and a SiLU, on 8 x 8 pixels."""
 
+        strides = (8,)
+
     model = Two(torch.nn.Conv2d(3, 4, 1), torch.nn.SiLU(), torch.nn.SiLU())
     # the inputs of three layers: 3, 4 and 4 channels of 8 x 8 float32; the last output is nobody's input
     assert saved_bytes(model, 8) == (3 + 4 + 4) * 64 * 4  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def ready_shares(model: Detector, points: int = 8) -> tuple[float, ...]:
 
 def saved_bytes(model: Detector, img: int = 640) -> int:
     """Return the bytes that the backward pass of one image needs of its forward pass in fp32, without the parameters."""
-    shadow = copy.deepcopy(model).to("meta").train()
+    shadow, img = copy.deepcopy(model).to("meta").train(), whole_px(model, img)
     parameters = {p.untyped_storage()._cdata for p in shadow.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # two layers may need the same values
 
@@ -83,12 +83,18 @@ def _operations(module: nn.Module, output: Tensor) -> int:
     return output.numel() * (4 if isinstance(module, nn.BatchNorm2d) else 1)
 
 
+def whole_px(model: Detector, img: int) -> int:
+    """Return an image size rounded up to the largest stride, pixels."""
+    return -(-img // max(model.strides)) * max(model.strides)
+
+
 def _watch(model: Detector, img: int, count: Callable[[nn.Module, Any, Tensor], None]) -> nn.Module:
     """Call ``count`` for each layer that is counted, in the order of a forward pass; return the copy that it sees."""
     shadow = copy.deepcopy(model).to("meta")  # shapes only
     for module in shadow.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear, nn.BatchNorm2d, Upsample)):
             module.register_forward_hook(count)
+    img = whole_px(model, img)
     with torch.no_grad():
         shadow(torch.zeros(1, 3, img, img, device="meta"))
     return shadow
