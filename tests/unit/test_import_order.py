@@ -37,6 +37,7 @@ ROOMS = {  # in the order of imports; a module imports its own part and earlier 
             "darknet.weights_file",
             "ppyoloe.pdparams_file",
             "rtdetr.weights_files",
+            "rfdetr.weights_files",
             "recipe_class",
         ),
     ),
@@ -65,6 +66,7 @@ BELOW_CONFIG = (
     *("config.schema", "families.family", "families.rtdetr.hyperparameters"),
     *(f"families.{name}.hyperparameters" for name in ("dfine", "ppyoloe", "yolov5")),
     *(f"families.{name}.__init__" for name in ("yolov5", "darknet", "ppyoloe", "rtdetr", "dfine", "deim")),
+    "families.rfdetr.__init__",
     "families.table",
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.families import darknet, deim, dfine, ppyoloe, rtdetr, yolov5
+from yolofleet.families import darknet, deim, dfine, ppyoloe, rfdetr, rtdetr, yolov5
 from yolofleet.families.family import Family, WeightsFile
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 
@@ -18,6 +18,7 @@ BUILT_IN = {
     family.name: family
     for family in (
         *(yolov5.FAMILY, darknet.FAMILY, ppyoloe.FAMILY, rtdetr.FAMILY, dfine.FAMILY, deim.FAMILY),
+        rfdetr.FAMILY,
         CUSTOM,
     )
 }

@@ -66,7 +66,7 @@ def test_models_of_other_families_are_named_as_such(name: str) -> None:
         assert found.code in (
             2,
             3,
-        ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE" in text_of(found)
+        ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2, D-FINE and RF-DETR" in text_of(found)
         assert ("--weights dfine-n --model dfine-n-seg" in text_of(found)) == ("seg" in name)
 
 

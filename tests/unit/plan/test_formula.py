@@ -219,7 +219,13 @@ def test_every_built_in_network_has_figures():
     assert list(networks()) == preset_names()
 
 
-@pytest.mark.parametrize("name", ["yolov5n", "ppyoloe-s", "dfine-n", "rtdetrv2-r50m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("yolov5n", "ppyoloe-s", "dfine-n", "rtdetrv2-r50m"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rfdetr-n", "rfdetr-s-seg")),
+    ],
+)
 def test_figures_of_networks_are_those_of_the_code(name):
     from yolofleet.families.build import build_model
     from yolofleet.families.networks.cost import gflops, ready_shares, saved_bytes

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 
 _OTHERS = (
-    r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rf-?detr|rtmdet|fastsam|sam2?)\b.*|"
-    r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr(?!v2)|rfdetr)[a-z].*"
+    r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rtmdet|fastsam|sam2?)\b.*|"
+    r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr(?!v2))[a-z].*"
 )
-_HERE = (
-    "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE, and cannot read models of other families"
-)
+_HERE = "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2, D-FINE and RF-DETR, and cannot read models of other families"
 # What to type instead of words that yolofleet does not have, by the kind of word: patterns of what other trainers call it.
 # Command line, configuration files and Python ask it for a word that they do not know.
 WORDS = {
@@ -39,6 +37,8 @@ WORDS = {
         "finetune|fine-tune|fit": "yolofleet train --weights yolov5n.pt --data data.yaml",
     },
     "model": {
+        r"(roboflow/)?rf-?detr-?(seg-?)?(base|preview|(2x|xx?)l(arge)?)\b.*": "RF-DETR's networks are rfdetr-n s m l, and with masks "
+        "rfdetr-n-seg s-seg m-seg l-seg (XL and 2XL for boxes have Roboflow's licence PML 1.0, which is no open-source licence)",
         r"deim\b(?!-[nsmlx]$).*": "DEIM's networks are deim-n s m l x; it is a recipe, too: --model rtdetrv2-r18 --recipe deim",
         rf"(?=.*seg)({_OTHERS})": f"{_HERE}: --weights dfine-n --model dfine-n-seg, or --model yolov5n-seg (dfine-n-seg) from scratch",
         _OTHERS: f"{_HERE}: --weights yolov5n.pt, or --model yolov5n (dfine-n) from scratch",

@@ -29,11 +29,11 @@ class DeformableAttention(nn.Module):
         projects: there are linear layers before and after the sampling.
     """
 
-    def __init__(self, width: int, points: Sequence[int], *, projects: bool) -> None:
+    def __init__(self, width: int, points: Sequence[int], *, projects: bool, heads: int = HEADS) -> None:
         super().__init__()
-        self.points = tuple(points)
-        self.sampling_offsets = nn.Linear(width, 2 * HEADS * sum(points))
-        self.attention_weights = nn.Linear(width, HEADS * sum(points))
+        self.points, self.heads = tuple(points), heads
+        self.sampling_offsets = nn.Linear(width, 2 * heads * sum(points))
+        self.attention_weights = nn.Linear(width, heads * sum(points))
         self.value_proj: nn.Module = nn.Linear(width, width) if projects else nn.Identity()
         self.output_proj: nn.Module = nn.Linear(width, width) if projects else nn.Identity()
         self.is_exported = False
@@ -45,22 +45,22 @@ class DeformableAttention(nn.Module):
 
         Args:
             query: [N, Q, W].
-            boxes: float32 [N, Q, 4] cx, cy, w, h in 0..1, without gradient.
+            boxes: float32 [N, Q, 4] cx, cy, w, h in 0..1.
             memory: [N, S, W] cells of the levels, one after the other.
             sizes_hw: of each level.
         """
         # float32 from here on: in 16 bits, places in a fine map would be off by a quarter of a cell
-        (n, queries, width), points = query.shape, sum(self.points)
-        offsets = self.sampling_offsets(query).float().reshape(n, queries, HEADS, points, 2)
-        weights = self.attention_weights(query).float().reshape(n, queries, HEADS, points).softmax(3)
+        (n, queries, width), points, heads = query.shape, sum(self.points), self.heads
+        offsets = self.sampling_offsets(query).float().reshape(n, queries, heads, points, 2)
+        weights = self.attention_weights(query).float().reshape(n, queries, heads, points).softmax(3)
         values = self.value_proj(memory).float()
-        values = values.reshape(n, memory.shape[1], HEADS, width // HEADS)
+        values = values.reshape(n, memory.shape[1], heads, width // heads)
         centres, sides = boxes[:, :, None, None].split(2, 4)
         places = [
             centres + offset * (OFFSET_SCALE / count) * sides
             for count, offset in zip(self.points, offsets.split(self.points, 3), strict=True)
         ]
-        by_grid = self.is_exported or (is_host(query.device) and width // HEADS < NARROW)
+        by_grid = self.is_exported or (is_host(query.device) and width // heads < NARROW)
         sample = _sampled_by_grid if by_grid else _sampled
         shares = weights.split(self.points, 3)
         sampled: Tensor = self.output_proj(sample(values, places, shares, sizes_hw).to(query.dtype))
@@ -73,7 +73,7 @@ class DeformableAttention(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Let the points of each head begin on a ray of its own, with equal weights."""
-        angles = torch.arange(HEADS, dtype=torch.float32) * (2 * math.pi / HEADS)
+        angles = torch.arange(self.heads, dtype=torch.float32) * (2 * math.pi / self.heads)
         rays = torch.stack([angles.cos(), angles.sin()], 1)
         rays = rays / rays.abs().amax(1, keepdim=True)  # [heads, 2] on a square
         distances = torch.cat([torch.arange(1, count + 1) for count in self.points])  # [P]

@@ -97,7 +97,7 @@ class QueryDecoder(nn.Module):
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = mlp(4, 2 * width, width)
         project, norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.enc_output = nn.Sequential(OrderedDict(proj=project, norm=norm))
+        self.enc_output: Any = nn.Sequential(OrderedDict(proj=project, norm=norm))
         self.enc_score_head = nn.Linear(width, nc)
         self.enc_bbox_head = mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)

@@ -1,4 +1,4 @@
-"""The hyperparameters of RT-DETR's loss."""
+"""The hyperparameters of the losses of DETR's families."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from yolofleet.config.schema.fields import Unit, setting
 from yolofleet.config.schema.recipe import Recipe
 
 
-class RtdetrHyperparameters(Recipe):
-    """Weights of the loss's terms, its class loss, and the denoising queries."""
+class DetrGains(Recipe):
+    """Weights of the loss's terms; RF-DETR has no others."""
 
     cls_gain: float = setting(1.0, "class gain", ge=0)
     l1_gain: float = setting(5.0, "gain of the L1 distance of boxes", ge=0)
     giou_gain: float = setting(2.0, "gain of the generalised IoU of boxes", ge=0)
     mask_gain: float = setting(5.0, "gain of the cross entropy of masks (networks -seg)", ge=0)
     dice_gain: float = setting(5.0, "gain of the dice loss of masks (networks -seg)", ge=0)
+
+
+class RtdetrHyperparameters(DetrGains):
+    """Those, the class loss, and the denoising queries."""
+
     class_loss: Literal["vfl", "mal"] = setting(
         "vfl", "vfl: varifocal loss; mal: DEIM's matchability-aware loss"
     )

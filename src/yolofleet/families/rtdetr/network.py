@@ -30,7 +30,7 @@ class DetrNetwork(Detector):
 
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
-    classes_first = ("decoder.denoising_class_embed.weight",)
+    classes_first: tuple[str, ...] = ("decoder.denoising_class_embed.weight",)
     parts: tuple[Any, Any, Any]  # classes of backbone, encoder and decoder
     backbone_groups = 5  # the stem and four stages
 

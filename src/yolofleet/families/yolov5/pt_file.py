@@ -29,7 +29,7 @@ MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name
 UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
 READABLE = (
-    "readable are YOLOv5 v4.0 to v7.0, YOLOv3 in that form, Darknet, PP-YOLOE, RT-DETRv2 and D-FINE (docs/models.md); use such "
+    "readable are YOLOv5 v4.0 to v7.0, YOLOv3 in that form, Darknet, PP-YOLOE, RT-DETRv2, D-FINE and RF-DETR (docs/models.md); use such "
     "weights, or start from scratch with --model yolov5s"
 )
 OTHERS = {  # part of a class, of a key or of a tensor's name in files of other projects -> what they are, a way out
