@@ -72,9 +72,9 @@ def spread(name: str, seed: int) -> Detector:
                 module.momentum = None  # plain mean
         model.train()(pictures(4))
         for part, parameter in decoder.named_parameters():
-            if "score_head" in part and part.endswith("weight"):
+            if ("score_head" in part or "class_embed" in part) and part.endswith("weight"):
                 parameter.normal_(0, 0.7, generator=generator)
-            elif "bbox_head" in part and part.endswith("layers.2.weight"):
+            elif ("bbox_head" in part or "bbox_embed" in part) and part.endswith("layers.2.weight"):
                 parameter.normal_(0, 0.1, generator=generator)
         for part, parameter in model.named_parameters():
             if part in ("masks.vectors.weight", "masks.project.weight"):

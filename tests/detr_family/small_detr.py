@@ -1,4 +1,4 @@
-"""Networks of RT-DETR and D-FINE that are small enough for tests. --recipe-class small_detr.py:Small --model dfine-toy"""
+"""Networks of RT-DETR, D-FINE and RF-DETR that are small enough for tests. --recipe-class small_detr.py:Small --model dfine-toy"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from yolofleet import TrainingRecipe
-from yolofleet.families import dfine, rtdetr
+from yolofleet.families import dfine, rfdetr, rtdetr
 from yolofleet.families.build import load
 from yolofleet.families.family import Family
 
@@ -36,9 +36,30 @@ NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "rtdetr-toy-seg": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | MASKS, 16, 20),
     "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
 }
+VIT = {
+    "positions": 4,
+    "blocks": 4,
+    "taps": (1, 2, 3, 4),
+    "backbone_width": 32,
+    "backbone_heads": 2,
+    "groups": 3,
+}
+VIT |= {"patch": 8, "decoder_width": 32, "decoder_feedforward": 32, "layers": 2, "queries": 20}
+# a built-in network and its changes
+RFDETR: dict[str, tuple[str, dict[str, Any]]] = {
+    "rfdetr-toy": ("rfdetr-n", VIT),
+    "rfdetr-toy-seg": ("rfdetr-n-seg", VIT | {"mask_width": 32}),
+    "rfdetr-small": (
+        "rfdetr-n",
+        VIT | {"positions": 16, "backbone_width": 64, "decoder_width": 64, "queries": 40},
+    ),
+}
 
 
 def preset(name: str) -> Any:
+    if name in RFDETR:
+        base, changes = RFDETR[name]
+        return replace(load(rfdetr.FAMILY.preset)(base), name=name, **changes)
     family, base, changes, width, queries = NETWORKS[name]
     sizes = dict.fromkeys(WIDTHS, width) | {"layers": 2, "used_layers": 2, "queries": queries}
     return replace(load(family.preset)(base), name=name, **(sizes | changes))
@@ -52,6 +73,6 @@ class Small(TrainingRecipe):
         from_dict=lambda values, source: None,
         network=lambda description, nc: None,
         loss=lambda model, recipe, img: None,
-        preset_names=lambda: list(NETWORKS),
+        preset_names=lambda: [*NETWORKS, *RFDETR],
         preset=preset,
     )

@@ -1,4 +1,4 @@
-"""RT-DETR and D-FINE, with masks too: equal bits on every fleet with images that are mostly background, after a kill too."""
+"""RT-DETR, D-FINE and RF-DETR, with masks too: equal bits on every fleet with images that are mostly background, after a kill too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.storage.yaml_lines import read_yaml
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
-NETWORKS = sampled(("dfine-toy", "dfine-toy-seg", "rtdetr-toy", "rtdetr-toy-seg"), 4)
+NETWORKS = sampled(
+    ("dfine-toy", "dfine-toy-seg", "rtdetr-toy", "rtdetr-toy-seg", "rfdetr-toy", "rfdetr-toy-seg"), 6
+)
 IMAGES, LABELLED = 30, 3
 RUN = [
     "train", "--data", "small shapes/data.yaml", "--recipe-class", "small_detr.py:Small", "--img", "64",
@@ -60,7 +62,7 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
 ) -> None:
     assert trained(folder, f"{model} two", model, 2) == one
     assert trained(folder, f"{model} three", model, 3, "--shares", "1,3,1") == one
-    if model.endswith("-seg"):
+    if model.endswith("-seg") or model.startswith("rfdetr"):
         assert trained(folder, f"{model} uneven", model, 2, "--shares", "7,1") == one
     devices = ["--model", model, "--name", f"{model} devices", "--parallel", "dp"]
     in_ranks(folder, 1, *RUN, *devices, device="cpu:2")
@@ -138,14 +140,15 @@ OVERFIT = {
 
 
 @pytest.mark.slow
-def test_a_small_dfine_learns_16_images_by_heart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["dfine-small", "rfdetr-small"])
+def test_a_small_network_learns_16_images_by_heart(model: str, tmp_path: Path) -> None:
     """600 steps from scratch; minutes on a CPU."""
     shutil.copy(SMALL, tmp_path)
     data = make_shapes(tmp_path / "shapes", images=16, val_images=1, img=128, seed=1)
     data.write_text(data.read_text().replace("images/val", "images/train"))
     sets = [word for name, value in OVERFIT.items() for word in ("--set", f"{name}={value}")]
     yolofleet(
-        tmp_path, "train", "--data", data, "--recipe-class", "small_detr.py:Small", "--model", "dfine-small", "--img", "128",
+        tmp_path, "train", "--data", data, "--recipe-class", "small_detr.py:Small", "--model", model, "--img", "128",
         *("--batch", "4", "--nominal-batch", "4", "--micro-batch", "4", "--epochs", "150", "--val-period", "150"),
         *("--optimizer", "AdamW", "--device", "cpu", "--workers", "0", "--no-plots", "--name", "heart", *sets),
         deadline_s=3000,

@@ -18,7 +18,7 @@ from yolofleet.families.networks.detector import Detector
 
 # an import would keep its name from other tests, whose runs load a copy
 small_detr = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
-NETWORKS = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy")
+NETWORKS = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy", "rfdetr-toy")
 FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 SIZE_HW = (96, 64)
 
