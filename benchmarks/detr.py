@@ -1,6 +1,7 @@
-"""A training step of D-FINE and RT-DETRv2 beside Hugging Face's transformers: the same networks, images and labels.
+"""A training step of D-FINE, RT-DETRv2 and RF-DETR beside Hugging Face's transformers: the same networks, images and labels.
 
     python benchmarks/detr.py [--models dfine-n rtdetrv2-r18] [--img 320] [--images 2] [--rounds 5]
+    python benchmarks/detr.py --models rfdetr-n --img 384     # beside the authors' package too, where rfdetr is installed
     python benchmarks/detr.py --device cuda --precision fp32 bf16 fp16 --models dfine-n dfine-s --img 640 --images 16
 
 A step is the forward pass with denoising queries, the matching, the loss and the backward pass, without an optimizer: on
@@ -15,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -67,17 +69,16 @@ def our_step(
 def their_step(
     name: str, images: torch.Tensor, labels: list[Shapes], precision: torch.dtype
 ) -> Callable[[], None]:
-    from test_detr_parity import theirs
-
     device = images.device
-    model = theirs(describe(name), CLASSES).train().to(device)
-    wanted = [
-        {
-            "class_labels": torch.from_numpy(mine.classes).to(device),
-            "boxes": torch.from_numpy(mine.boxes).to(device),
-        }
-        for mine in labels
-    ]
+    if describe(name).family == "rfdetr":
+        from test_rfdetr_parity import with_weights_of
+
+        model = with_weights_of(build_model(describe(name), CLASSES).train()).to(device)
+    else:
+        from test_detr_parity import theirs
+
+        model = theirs(describe(name), CLASSES).train().to(device)
+    wanted = targets_of(labels, device, "class_labels")
 
     def step() -> None:
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
@@ -86,6 +87,43 @@ def their_step(
         model.zero_grad()
 
     return step
+
+
+def authors_step(
+    name: str, images: torch.Tensor, labels: list[Shapes], precision: torch.dtype
+) -> Callable[[], None]:
+    """Return a step of the package rfdetr 1.11.2."""
+    from rfdetr import config
+    from rfdetr.models.lwdetr import build_criterion_from_config, build_model_from_config
+
+    device, size = images.device, {"n": "Nano", "s": "Small", "m": "Medium", "l": "Large"}[name[7]]
+    # a name of weights keeps the package from a download of DINOv2's; nothing loads them here
+    network = getattr(config, f"RFDETR{size}Config")(
+        num_classes=CLASSES, pretrain_weights="none.pth", device=device.type
+    )
+    training = config.TrainConfig(dataset_dir=".", output_dir=".")
+    model = build_model_from_config(network, training).train().to(device)
+    criterion, _ = build_criterion_from_config(network, training)
+    wanted = targets_of(labels, device, "labels")
+
+    def step() -> None:
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            losses = criterion(model(list(images), wanted), wanted)
+        sum(losses[term] * gain for term, gain in criterion.weight_dict.items() if term in losses).backward()
+        model.zero_grad()
+
+    return step
+
+
+def targets_of(labels: Sequence[Shapes], device: torch.device, classes: str) -> list[dict[str, torch.Tensor]]:
+    """Return the labels of each image as the other programs read them; ``classes``: their key of the classes."""
+    return [
+        {
+            classes: torch.from_numpy(mine.classes).to(device),
+            "boxes": torch.from_numpy(mine.boxes).to(device),
+        }
+        for mine in labels
+    ]
 
 
 def seconds_of(step: Callable[[], None], on_gpu: bool) -> float:
@@ -121,16 +159,20 @@ def main() -> None:
             "yolofleet": our_step(name, images, labels, DTYPES[precision]),
             "transformers": their_step(name, images, labels, DTYPES[precision]),
         }
+        if describe(name).family == "rfdetr" and find_spec("rfdetr"):
+            steps["rfdetr"] = authors_step(name, images, labels, DTYPES[precision])
         seconds: dict[str, list[float]] = {program: [] for program in steps}
         for _ in range(1 + args.rounds):
             for program, step in steps.items():
                 seconds[program].append(seconds_of(step, on_gpu))
-        ours, other = (median(taken[1:]) for taken in seconds.values())
-        rates = f"{args.images / ours:.1f} / {args.images / other:.1f} images/s"
-        print(
-            f"{name} {precision}, {args.images} images of {args.img} px: {rates}, {other / ours:.2f} times",
-            flush=True,
-        )
+        taken = {program: median(each[1:]) for program, each in seconds.items()}
+        ours = taken.pop("yolofleet")
+        for program, other in taken.items():
+            rates = f"{args.images / ours:.2f} / {args.images / other:.2f} images/s"
+            print(
+                f"{name} {precision}, {args.images} images of {args.img} px: {rates}, {other / ours:.2f} times {program}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
