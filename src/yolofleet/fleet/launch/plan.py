@@ -116,7 +116,7 @@ def with_commits(config: Resolved[Any]) -> Resolved[Any]:
     """
     weights = config.value.weights
     names = (weights,) if isinstance(weights, str) else weights
-    if not any(map(is_hub_name, names)):
+    if not any(names) or not any(map(is_hub_name, names)):
         return config
     from yolofleet.families.weights.hub import pinned_name  # its HTTP would slow every start
 
