@@ -15,10 +15,11 @@ from report_runs import made_run
 from small_weights import saved, untrained
 
 from yolofleet.cli.weights import inspect_command, push_command
-from yolofleet.config.load import resolve_train, resolve_val
+from yolofleet.config.load import resolve_train, resolve_tune, resolve_val
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.hub import hub_weights, known_files, pinned_name
 from yolofleet.fleet.launch.plan import plan_run
+from yolofleet.measure.tune.search import tune
 from yolofleet.storage.fetch import DownloadError
 from yolofleet.storage.foreign import digest_of
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
@@ -98,6 +99,14 @@ def test_processes_of_another_launcher_need_the_commit(hub, weights, monkeypatch
         plan_run(*resolve_train({"data": "shapes", "weights": "hf:me/net"}))
     assert error.value.hint == f"--weights hf:me/net@{commit}"
     plan_run(*resolve_train({"data": "shapes", "weights": f"hf:me/net@{commit}"}))
+
+
+def test_all_trials_of_a_study_get_the_commit_of_its_start(hub):
+    pytest.importorskip("optuna")
+    published(hub, {"best.safetensors": b"no weights"})
+    with pytest.raises(CheckpointError):
+        tune(*resolve_tune({"data": "shapes", "weights": "hf:me/net"}))
+    assert len([path for path in hub.paths() if path.endswith("/revision/main")]) == 1
 
 
 def test_a_folder_of_a_clone_works_without_the_client(hub, weights, tmp_path, monkeypatch):

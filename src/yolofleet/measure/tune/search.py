@@ -32,7 +32,7 @@ from yolofleet.families.family import Family
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.launch.machines import host_options, resume_options
-from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
+from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_commits, with_gpus_counted
 from yolofleet.fleet.launch.run_on_hosts import check_hosts
 from yolofleet.measure.tune.space import Space, Value, default_space, read_space
 from yolofleet.measure.tune.study import (
@@ -99,6 +99,7 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
             "tune starts its processes itself, but another launcher already started this one as one of several",
             hint="run the command once, without torchrun, srun or mpirun",
         )
+    config = with_commits(config)
     training = training_of(config, TrainConfig)
     fleet, options = counted_fleet(training), tuple(resume_options(training.value))
     resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
