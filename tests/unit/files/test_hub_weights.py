@@ -14,6 +14,7 @@ from hub_server import TOKEN, Hub, Repository
 from report_runs import made_run
 from small_weights import saved, untrained
 
+from yolofleet import Model
 from yolofleet.cli.weights import inspect_command, push_command
 from yolofleet.config.load import resolve_train, resolve_tune, resolve_val
 from yolofleet.families.weights.catalogue import resolve_weights
@@ -69,13 +70,18 @@ def test_weights_come_from_the_hub_once_and_later_from_the_cache(hub, weights, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # an offline machine needs no client
     assert hub_weights(found.name) == found
-    with pytest.raises(DownloadError, match="does not know hf:me/net"):
-        pinned_name("hf:me/net")
-    (found.path.parents[2] / "refs").mkdir()
-    (found.path.parents[2] / "refs" / "main").write_text(
-        commit
-    )  # as the client writes it for a name without commit
     assert hub_weights("hf:me/net") == found
+    with pytest.raises(DownloadError, match="does not know hf:me/net@other"):
+        pinned_name("hf:me/net@other")
+
+
+def test_an_export_is_written_into_the_working_folder_and_not_into_the_cache(
+    hub, weights, tmp_path, monkeypatch
+):
+    published(hub, {"best.safetensors": weights}, "me/net.v2")
+    monkeypatch.chdir(tmp_path)
+    (done,) = Model("hf:me/net.v2").export(format="torchscript")
+    assert str(done.file) == "net.v2.torchscript" and done.file.is_file()
 
 
 def test_a_run_records_the_commit_the_digest_and_the_licence(hub, weights):

@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.hub_names import HUB, HUB_NAME
+from yolofleet.storage.atomic import make_folder, write_text
 from yolofleet.storage.fetch import DownloadError
 from yolofleet.storage.foreign import digest_of, open_foreign, read_foreign_text, reading
 from yolofleet.storage.request import OFFLINE, is_offline
-from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
+from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, YolofleetError, install_hint
 from yolofleet.support.redaction import Redaction
 from yolofleet.support.text import inform, listed, screen_line, shown
 
@@ -106,8 +107,8 @@ def pinned_name(name: str) -> str:
     repository, revision = _parts(name)
     if COMMIT.fullmatch(revision):
         return name
+    reference = _snapshot(repository, "").parent / "refs" / revision
     if _is_offline():
-        reference = _snapshot(repository, "").parent / "refs" / revision
         try:
             commit = read_foreign_text(reference, limit_bytes=100).strip()
         except (OSError, ValueError):
@@ -120,6 +121,9 @@ def pinned_name(name: str) -> str:
     else:
         with _asking(name) as (_, api):
             commit = str(api.model_info(repository, revision=revision).sha)
+        with suppress(StorageError):  # as the client does, so that the name works later without a network
+            make_folder(reference.parent)
+            write_text(reference, commit)
     return f"{HUB}{repository}@{commit}"
 
 
