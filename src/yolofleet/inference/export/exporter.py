@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from yolofleet.config.hub_names import HUB_NAME
 from yolofleet.config.schema.verbs import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
@@ -85,7 +86,8 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
             f"--out {config.out} is one file, and --format names {len(formats)}",
             hint="leave out --out; the files are written beside the weights",
         )
-    outs = [config.out or format.path_beside(source, kind) for format in formats]
+    beside = _place(config.weights, source)
+    outs = [config.out or format.path_beside(beside, kind) for format in formats]
     for out, format in zip(outs, formats, strict=True):
         check_target(out, format)
     if config.out is None:
@@ -321,6 +323,14 @@ def check_target(out: Path, format: Format) -> None:
         raise ConfigError(f"--out {out} is a symbolic link to {out.readlink()}", hint="choose another name")
     if out.is_dir():  # `replace` also writes into the folders in it
         check_links(out)
+
+
+def _place(name: str, source: Path) -> Path:
+    """Return the file beside which exports go: the weights, or one in the working folder if a cache has the weights of a name."""
+    if Path(name).exists():
+        return source
+    of_hub = HUB_NAME.fullmatch(name)
+    return Path(f"{of_hub[1].partition('/')[2]}.safetensors" if of_hub else source.name)
 
 
 def check_beside(weights: Path) -> None:
