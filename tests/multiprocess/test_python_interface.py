@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ def trained(data: Path) -> dict[str, Model]:
     models = {}
     for name, device in (("one", "cpu"), ("two", "cpu:2")):
         models[name] = Model(str(TINY))
-        with working_in(data.parent):
+        with working_in(data.parent), redirect_stdout(io.StringIO()) as shown:  # as a notebook's cell
             run = models[name].train(
                 data=data, device=device, reduce="exact", name=name, **SMALL["model"], **SMALL["run"]
             )
+        assert "epoch 1/1: " in shown.getvalue()
         assert run.folder == Path("runs/train") / name and run.weights.name == "best.safetensors"
         assert models[name].weights == str(run.weights)
     return models

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import closing, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -33,7 +35,9 @@ from yolofleet.support.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.support.system.children import start_module
 from yolofleet.support.system.proc import end_descendants
 from yolofleet.support.system.signals import handling, interrupt, request_name
-from yolofleet.support.text import announce, announcement, inform
+from yolofleet.support.text import announce, announcement, echo, inform
+
+LAST_LINES_S = 5.0  # for the last lines, if a process has left its output open
 
 
 def run_processes(plan: RunPlan, check: Callable[[], None]) -> tuple[int, RunFolder]:
@@ -60,7 +64,7 @@ def _run_agent(job: JobSpec, rules: RestartRules, check: Callable[[], None]) -> 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
     """
     (job.folder / "logs").mkdir(parents=True, exist_ok=True)
-    with closing(LocalAttempts(job)) as attempts:
+    with shown_output() as output, closing(LocalAttempts(job, output)) as attempts:
         attempts.warm_up()
         check()
         with handling(attempts.on_signal):
@@ -68,17 +72,45 @@ def _run_agent(job: JobSpec, rules: RestartRules, check: Callable[[], None]) -> 
             return attempts.explain()
 
 
+@contextmanager
+def shown_output() -> Iterator[int | None]:
+    """Yield the descriptor for the standard output of processes; None: they have that of this process.
+
+    A notebook replaces ``sys.stdout``, and shows in the cell what is written there. What processes write themselves appears
+    below another cell, or only in the log of the notebook's server.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        yield None
+        return
+    ours, theirs = os.pipe()
+
+    def show() -> None:
+        with open(ours, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                echo(line, end="")
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield theirs
+    finally:
+        os.close(theirs)
+        thread.join(LAST_LINES_S)
+
+
 class LocalAttempts:
     """The attempts of a job on this machine: one process runs torchrun's agent for all of them on Linux, else one for each.
 
+    Args:
+        output: see :func:`shown_output`.
     Attributes:
         ending: of the last attempt.
         asked: the signal that asked the run to end, or "".
         ends_at_once: Ctrl-C came twice.
     """
 
-    def __init__(self, job: JobSpec) -> None:
-        self.job, self.log = job, job.folder / "logs" / "agent.log"
+    def __init__(self, job: JobSpec, output: int | None = None) -> None:
+        self.job, self.log, self._output = job, job.folder / "logs" / "agent.log", output
         self.ending, self.asked, self.ends_at_once = Ending(0, [], "", ""), "", False
         self._environment = agent_environment(os.environ) | {COMMAND_ID: secrets.token_hex(8)}
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
@@ -93,7 +125,7 @@ class LocalAttempts:
     def warm_up(self) -> None:
         """Let the process of all attempts load torch."""
         if sys.platform == "linux":
-            self._process = ServedAgent(self._environment, None, self.log)
+            self._process = ServedAgent(self._environment, self._output, self.log)
 
     def attempt(self) -> EndedAttempt:
         """Run an attempt to its end."""
@@ -111,7 +143,7 @@ class LocalAttempts:
                     AGENT_MODULE,
                     *words,
                     environment=self._environment,
-                    output=None,
+                    output=self._output,
                     errors=log,
                     has_own_session=True,
                 )
