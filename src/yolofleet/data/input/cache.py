@@ -410,7 +410,7 @@ def _ram_file(layout: Layout, mode: Mode, token: str, share: float, shared: Path
 
 def _memory_path(layout: Layout, token: str, share: float) -> tuple[Path, float]:
     """Return where a cache in memory is or will be, and the bytes that may be used there. Raises Unusable."""
-    folders = [folder for folder in MEMORY_FOLDERS if folder.is_dir()]
+    folders = [folder for folder in MEMORY_FOLDERS if os.access(folder, os.W_OK)]
     if not folders:
         raise Unusable("neither /dev/shm nor the folder for temporary files can be written")
     sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)

@@ -121,10 +121,11 @@ def memory(machine: Machine) -> Values:
 
 
 def shared_memory(machine: Machine) -> Values | None:
-    """Return the space of /dev/shm, and its largest files; None if there is no /dev/shm."""
+    """Return the space of /dev/shm, and its largest files; None on a system that has no such folder."""
     space = _space(machine.shm)
     if space is None:
-        return None
+        is_missing = machine.platform == "linux"
+        return {"size": 0, "free": 0, "largest": [], "read_only": True} if is_missing else None
     largest = []
     for file in entries_of(machine.shm):
         try:
@@ -133,7 +134,8 @@ def shared_memory(machine: Machine) -> Values | None:
             continue
     largest.sort(reverse=True)
     named = [[name, size] for size, name in largest[:3] if size > 1 << 20]
-    return {**space, "largest": named, "read_only": bool(os.statvfs(machine.shm).f_flag & os.ST_RDONLY)}
+    is_read_only = os.statvfs(machine.shm).f_flag & os.ST_RDONLY or not os.access(machine.shm, os.W_OK)
+    return {**space, "largest": named, "read_only": bool(is_read_only)}
 
 
 def cores(machine: Machine) -> Values:
