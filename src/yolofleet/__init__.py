@@ -14,9 +14,9 @@ os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(1 << 28))
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Model", "TrainingRecipe", "__version__", "load_model"]
+__all__ = ["Callback", "Model", "TrainingRecipe", "__version__", "attach", "load_model"]
 _FROM = {
-    **dict.fromkeys(("Model", "load_model"), "yolofleet.cli.api"),
+    **dict.fromkeys(("Model", "attach", "load_model"), "yolofleet.cli.api"),
     "Callback": "yolofleet.training.callbacks",
     "TrainingRecipe": "yolofleet.families.recipe_class",
 }

@@ -262,7 +262,7 @@ CASES = [
     Case("hosts without devices", "@train --hosts a:x", "a:x"),
     Case("hosts twice", "fleet check --hosts node-x:1,node-x:1", "node-x"),
     Case("hosts that are empty", "fleet ps --hosts=", "--hosts"),
-    Case("no hosts", "fleet stop", "--hosts|--fleet"),
+    Case("no hosts", "fleet check", "--hosts|--fleet"),
     Case("lines below zero", "fleet logs --hosts a:1 --lines -1", "--lines|-1", varies=True),
     Case("no command for the hosts", "fleet run --hosts a:1", "COMMAND", varies=True),
     Case("fleet file that is not there", "@train --fleet nowhere.yaml", "nowhere.yaml"),

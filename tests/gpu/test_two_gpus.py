@@ -49,6 +49,21 @@ def test_prediction_on_the_second_gpu_leaves_the_first_alone(tmp_path: Path, dat
     ran(tmp_path, sys.executable, "-c", USES_THE_SECOND, SECOND, "runs/train/run", data.parent / "images/val")
 
 
+USES_CUDA_FIRST = """
+import sys, torch
+from yolofleet import Model
+
+used = torch.ones(8, device="cpu" if sys.argv[1].startswith("cpu") else "cuda")  # as the cells of a notebook before
+sizes = {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "plots": False}
+run = Model("yolov5n").train(data=sys.argv[2], device=sys.argv[1], **sizes)
+assert run.weights.is_file() and float(used.sum()) == 8
+"""
+
+
+def test_a_process_that_has_used_cuda_trains_on_two_gpus(tmp_path: Path, data: Path) -> None:
+    ran(tmp_path, sys.executable, "-c", USES_CUDA_FIRST, TWO, data)
+
+
 FILLS_A_GPU = """
 import sys, torch
 

@@ -12,7 +12,7 @@ import pytest
 from commands import called, results, small_shapes, working_in
 from small_files import TINY
 
-from yolofleet import Model
+from yolofleet import Model, attach
 from yolofleet.cli import api
 from yolofleet.support.errors import ConfigError, DataError, NumericsError
 from yolofleet.training.pages import RunPages
@@ -137,8 +137,8 @@ def test_errors_have_the_text_of_the_command(data: Path, trained: dict[str, Mode
             Model("yolov5n").val(data=data)
         with pytest.raises(ConfigError, match="did you mean epochs"):
             Model("yolov5n").train(data=data, epoch=1)
-        with pytest.raises(ConfigError, match="detached run has no result"):
-            Model("yolov5n").train(data=data, detach=True, hosts="a,b")
+        with pytest.raises(ConfigError, match="no known detached run none-of-these"):
+            attach("none-of-these")
         settings = {"data": data, **SMALL["model"], **SMALL["run"], "freeze": "99"}
         texts = set()
         for device in ("cpu", "cpu:2"):

@@ -40,6 +40,7 @@ from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.config.schema.verbs import BenchConfig, ExportConfig, PredictConfig
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.fleet.hosts.fleet import HERE, Fleet, named_fleet
 from yolofleet.fleet.launch.machines import RunPlan
 from yolofleet.fleet.launch.plan import is_worker, plan_run, start
 from yolofleet.inference.export.exporter import export_all
@@ -51,7 +52,7 @@ from yolofleet.measure.bench_inference import bench
 from yolofleet.measure.tune.search import TuneResult, tune
 from yolofleet.runs.report.console import Console
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
+from yolofleet.support.errors import ClusterError, ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.support.text import inform
 
 # groups of settings of predict that decide the predictor, and not what happens with its predictions
@@ -213,15 +214,17 @@ class Model:
 
     @takes(TrainConfig)
     def train(self, **settings: Any) -> TrainResult:
-        """Train, and take the best weights of the run.
+        """Train, and take the best weights of the run. Ctrl-C, or the interrupt of a notebook's cell, saves and stops it.
 
         Args:
             settings: of ``yolofleet train``; ``set=("lr0=0.005",)`` changes the recipe, ``resume=FOLDER`` goes on with
-                that run instead of starting one from this model.
+                that run instead of starting one from this model. With ``detach=True`` the run goes on after an interrupt,
+                and when this process has ended; :func:`attach` shows it again (Linux).
 
         Raises:
             YolofleetError: any expected failure, with the text of the command; Stopped if the run got a stop request and
                 can be resumed.
+            KeyboardInterrupt: an interrupt of this view of a detached run.
         """
         if settings.get("resume") is True:  # as Ultralytics resumes the run of a model
             settings["resume"] = self.weights or "auto"
@@ -357,14 +360,45 @@ class Model:
 
 def _train(settings: Mapping[str, Any], source: str) -> TrainResult:
     config, recipe = resolve_train(_texts(settings), source=source)
-    if config.value.detach:
-        raise ConfigError(
-            "detach: a detached run has no result to wait for",
-            source=source,
-            hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
-        )
     _with_notes(config)
-    folder, results = _run(plan_run(config, recipe), "train")
+    plan = plan_run(config, recipe)
+    if config.value.detach:
+        from yolofleet.fleet.launch.detached.attach import begin
+
+        return _followed(*begin(plan))
+    return _train_result(*_run(plan, "train"))
+
+
+def attach(run: str | Path = "", *, hosts: str = "", fleet: str = "") -> TrainResult:
+    """Show a training that was started with ``detach=True`` or ``--detach`` until it ends, and return its result.
+
+    Args:
+        run: its folder on this machine, the name of its job or its first letters; "": the only one that runs.
+        hosts, fleet: the hosts, or their YAML file, as for ``yolofleet train``; "": this machine.
+
+    Raises:
+        ConfigError: there is no such run. Others: as :meth:`Model.train`.
+    """
+    found = named_fleet(hosts if hosts or fleet else HERE, fleet or None, "cpu")
+    assert found is not None
+    return _followed(found, str(run))
+
+
+def _followed(fleet: Fleet, job: str) -> TrainResult:
+    from yolofleet.fleet.launch.detached.attach import follow
+
+    code, path = follow(fleet, job)
+    folder = RunFolder(path or Path())
+    if code:
+        raise failure(code, folder)
+    if path is None:
+        raise ClusterError(
+            "the run has ended, and its results are not on this machine", hint="see the warning above"
+        )
+    return _train_result(folder, json.loads(folder.results_json.read_text(encoding="utf-8")))
+
+
+def _train_result(folder: RunFolder, results: Mapping[str, Any]) -> TrainResult:
     return TrainResult(folder.path, results.get("metrics", {}), best_weights(folder.path))
 
 

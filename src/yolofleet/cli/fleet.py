@@ -14,7 +14,7 @@ import click
 from yolofleet.cli.commands import JSON, option, print_notes, verb
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import exit_code, print_findings
-from yolofleet.fleet.hosts.fleet import Fleet, named_fleet, parse_hosts
+from yolofleet.fleet.hosts.fleet import HERE, Fleet, named_fleet, parse_hosts
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.detached.attach import attach as attach_to_run
 from yolofleet.fleet.launch.jobs_on_hosts import (
@@ -59,9 +59,13 @@ class LineCount(click.IntRange):
 JOB = click.Argument(["job"], default="")
 
 
-def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
-    """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes."""
-    fleet = named_fleet(hosts, fleet_file, "cpu")
+def asked_fleet(hosts: str | None, fleet_file: str | None, *, here: bool = False) -> Fleet:
+    """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes.
+
+    Args:
+        here: without both, return this machine.
+    """
+    fleet = named_fleet(HERE if here and hosts is fleet_file is None else hosts, fleet_file, "cpu")
     if fleet is None:
         raise ConfigError("no hosts: expected --hosts or --fleet", hint="--hosts a:8,b:4")
     return fleet
@@ -69,7 +73,7 @@ def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
 
 def typed(hosts: str | None, fleet_file: str | None) -> str:
     """Return ``--hosts`` or ``--fleet`` as typed, for a suggested command."""
-    return f"--fleet {quoted(fleet_file)}" if fleet_file else f"--hosts {quoted(hosts or '')}"
+    return f"--fleet {quoted(fleet_file)}" if fleet_file else f"--hosts {quoted(hosts or HERE)}"
 
 
 @verb(
@@ -104,7 +108,7 @@ def run_command(hosts: str | None, fleet_file: str | None, command: tuple[str, .
     "ps",
     *HOSTS,
     option("--all", "also list jobs that have ended", name="every", is_flag=True),
-    help="List your jobs on the hosts, also those that you started from another machine.",
+    help="List your jobs on the hosts, also those that you started from another machine. Without hosts: on this machine.",
 )
 def ps_command(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     def show(found: list[Job]) -> int:
@@ -126,7 +130,7 @@ def ps_command(hosts: str | None, fleet_file: str | None, every: bool) -> int:
             echo("no jobs" if every else "no jobs run")
         return 0
 
-    return with_jobs(asked_fleet(hosts, fleet_file), show)
+    return with_jobs(asked_fleet(hosts, fleet_file, here=True), show)
 
 
 @verb(
@@ -141,11 +145,11 @@ def ps_command(hosts: str | None, fleet_file: str | None, every: bool) -> int:
         type=click.IntRange(0, 3600),
         metavar="N",
     ),
-    help="Stop JOB on all hosts; it saves a checkpoint first. Without JOB, stop the only running job. JOB is the name of the "
-    "job, its first letters, or the name of its run.",
+    help="Stop JOB on all hosts (default: this machine); it saves a checkpoint first. Without JOB, stop the only running job. "
+    "JOB is the name of the job, its first letters, or the name of its run.",
 )
 def stop_command(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int | None) -> int:
-    where, fleet = typed(hosts, fleet_file), asked_fleet(hosts, fleet_file)
+    where, fleet = typed(hosts, fleet_file), asked_fleet(hosts, fleet_file, here=True)
     deadline_s = fleet.grace_s + KILLING_S if grace_s is None else grace_s
 
     def end(found: list[Job]) -> int:
@@ -186,7 +190,7 @@ def stop_command(hosts: str | None, fleet_file: str | None, job: str, now: bool,
         metavar="N|all",
     ),
     option("--follow", "show new lines until the job ends or you press Ctrl-C", is_flag=True),
-    help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
+    help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run. Without hosts: on this machine.",
 )
 def logs_command(
     hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
@@ -241,7 +245,7 @@ def logs_command(
             on_all(partial(write, to_end=not going))
         return ClusterError.exit_code if lost else 0
 
-    return with_jobs(asked_fleet(hosts, fleet_file), show)
+    return with_jobs(asked_fleet(hosts, fleet_file, here=True), show)
 
 
 @verb(
@@ -281,10 +285,11 @@ def status_command(hosts: str | None, fleet_file: str | None, run: str, watch: b
     *HOSTS,
     JOB,
     help="Show a run that was started with --detach, from any machine that reaches its hosts, and copy its results here when "
-    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C does not stop the run.",
+    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Without hosts: on this machine, where JOB "
+    "may be its folder. Ctrl-C does not stop the run.",
 )
 def attach_command(hosts: str | None, fleet_file: str | None, job: str) -> int:
-    return attach_to_run(asked_fleet(hosts, fleet_file), job)
+    return attach_to_run(asked_fleet(hosts, fleet_file, here=True), job)
 
 
 @verb(

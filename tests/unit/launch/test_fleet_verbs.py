@@ -52,7 +52,8 @@ def test_streams_that_the_shell_has_closed(closed: str) -> None:
 def test_every_verb_refuses_an_empty_list_of_hosts(cli: Cli, verb: tuple[str, ...]) -> None:
     code, _, err = cli("fleet", verb[0], "--hosts", "", *verb[1:])
     assert code == 2 and "--hosts is given, and empty" in err
-    assert "expected --hosts or --fleet" in cli("fleet", *verb)[2]
+    if verb[0] in ("check", "run"):  # the others look at this machine
+        assert "expected --hosts or --fleet" in cli("fleet", *verb)[2]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import yolofleet.training.rank.worker
+from yolofleet.config.load import resolve_train
 from yolofleet.fleet.hosts.agent_process import (
     JobSpec,
     Rendezvous,
@@ -20,6 +21,7 @@ from yolofleet.fleet.hosts.agent_process import (
 )
 from yolofleet.fleet.hosts.endings import exit_text
 from yolofleet.fleet.launch.local import explain
+from yolofleet.fleet.launch.machines import fleet_of
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
@@ -80,6 +82,17 @@ def test_gloo_and_nccl_use_the_chosen_interface_and_loopback_on_one_machine(
 def test_threads_spin_for_a_short_time_unless_the_caller_says_otherwise() -> None:
     assert agent_environment({})["GOMP_SPINCOUNT"] == "5000"
     assert agent_environment({"GOMP_SPINCOUNT": "0"})["GOMP_SPINCOUNT"] == "0"
+
+
+@pytest.mark.parametrize("device", ["0,1", "cpu:2", "auto"])
+def test_a_detached_run_without_hosts_has_this_machine_as_its_host(device: str) -> None:
+    given = {"data": "d.yaml", "model": "yolov5n", "device": device}
+    assert fleet_of(resolve_train(given)[0]) is None
+    fleet = fleet_of(resolve_train(given | {"detach": True})[0])
+    assert fleet is not None and [(host.name, host.device) for host in fleet.hosts] == [("localhost", device)]
+    others = {"detach": True, "hosts": "localhost:1,a:1"}
+    with pytest.raises(ConfigError, match="the other hosts cannot log in to localhost"):
+        fleet_of(resolve_train({"data": "d.yaml", "model": "yolov5n"} | others)[0])
 
 
 def test_a_place_in_another_fleet_is_not_inherited() -> None:

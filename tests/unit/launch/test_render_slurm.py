@@ -336,6 +336,8 @@ def test_a_fleet_file_is_refused_as_hosts_are(tmp_path: Path) -> None:
 def test_what_every_process_of_the_job_would_refuse_is_refused_before_it_waits_in_the_queue() -> None:
     with pytest.raises(ConfigError, match="--sync-code has no effect"):
         script("sync_code", True)
+    with pytest.raises(ConfigError, match="--detach has no effect: a job of --slurm"):
+        script("detach", True)
     with pytest.raises(ConfigError, match="needs 4 numbers"):
         script("shares", "1,2", settings="nodes=2,gpus=2")
     assert "--shares=1,2,1,1" in script("shares", "1,2,1,1", settings="nodes=2,gpus=2")

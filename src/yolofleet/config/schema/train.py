@@ -443,7 +443,7 @@ class TrainConfig(RunSettings, ExecutionSettings):
 
     detach: bool = hosts_setting(
         False,
-        "supervise the run on its hosts, and return when it has begun; `yolofleet fleet attach` shows it",
+        "supervise the run on its hosts or this machine, and return when it has begun; `yolofleet fleet attach` shows it",
         rare=True,
     )
     min_devices: Natural = failure_setting(

@@ -112,7 +112,7 @@ def _start_port(text: str) -> int:
 def fleet_of(
     config: Resolved[TrainConfig] | Resolved[ValConfig], count: Callable[[Fleet], Fleet] | None = None
 ) -> Fleet | None:
-    """Return the hosts that the settings name; None means this machine alone.
+    """Return the hosts that the settings name; None means this machine alone, with a launcher that stays.
 
     Args:
         count: replaces the devices ``all`` by numbers.
@@ -122,15 +122,15 @@ def fleet_of(
     """
     settings = config.value
     if not (config.is_given("hosts") or config.is_given("fleet")):
-        for name in ("sync_code", "detach", *WITH_HOSTS):
+        for name in ("sync_code", *WITH_HOSTS):
             if name in config.sources and config.is_given(name):
                 raise config.error(name, " has no effect without --hosts or --fleet", hint="leave it out")
-        return None
-    from yolofleet.fleet.hosts.fleet import given_fleet  # a run on this machine alone imports no hosts
+        if not getattr(settings, "detach", False):
+            return None
+    # a run on this machine alone imports no hosts
+    from yolofleet.fleet.hosts.fleet import HERE, Fleet, Host, given_fleet
 
-    found = given_fleet(config)
-    if found is None:
-        return None
+    found = given_fleet(config) or Fleet((Host(HERE, settings.device),), config.sources["device"])
     if count is not None and any(host.device == ALL for host in found.hosts):
         found = count(found)
     if START_PORT in os.environ and not settings.fleet:  # the file of --fleet has a port of its own
@@ -167,7 +167,7 @@ def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
     """Raise ConfigError if a setting contradicts ``--detach``."""
     from yolofleet.fleet.hosts.fleet import HERE
 
-    if any(host.name == HERE for host in fleet.hosts):
+    if len(fleet.hosts) > 1 and any(host.name == HERE for host in fleet.hosts):  # alone, it logs in nowhere
         raise ConfigError(
             f"--detach: the other hosts cannot log in to {HERE}",
             source=fleet.source,
@@ -326,7 +326,11 @@ def _processes_per_machine(
             hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
             "to start the run by ssh",
         )
-    fleet_of(config)  # raises on settings that need --hosts before the job waits in a queue
+    # before the job waits in a queue; this raises on settings that need --hosts, too
+    if fleet_of(config) is not None:
+        raise config.error(
+            "detach", f" has no effect: a job of {option} needs no terminal", hint="leave it out"
+        )
     if gpus and device == ALL:
         device = "auto"
     here = 1 if device == ALL else processes_of(device)

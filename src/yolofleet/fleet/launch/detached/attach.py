@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from yolofleet.config.stored.job import dump_config
-from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.fleet import HERE, Fleet
 from yolofleet.fleet.hosts.messages import LeaseThere
 from yolofleet.fleet.hosts.remote import Remote, logged_in
 from yolofleet.fleet.launch.folders import JOB, fetch_folder
@@ -38,6 +38,11 @@ def start_detached(plan: RunPlan) -> int:
     Raises:
         YolofleetError: it cannot be started.
     """
+    return attach(*begin(plan), until_begun=True)
+
+
+def begin(plan: RunPlan) -> tuple[Fleet, str]:
+    """Start the standby launchers of a plan; return its hosts and the name of its job. Raises as :func:`start_detached`."""
     run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
     name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
     job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
@@ -53,7 +58,7 @@ def start_detached(plan: RunPlan) -> int:
                 with suppress(ClusterError):
                     remote.ask("end_lease", job=job_name, code=ClusterError.exit_code)
             raise
-    return attach(fleet, job_name, until_begun=True)
+    return fleet, job_name
 
 
 def check_logins(remotes: Sequence[Remote]) -> None:
@@ -62,7 +67,7 @@ def check_logins(remotes: Sequence[Remote]) -> None:
     Raises:
         ClusterError: the first host, which supervises at first, cannot.
     """
-    names = [remote.name for remote in remotes]
+    names = [remote.name for remote in remotes if remote.name != HERE]
     for remote in remotes:  # one after another: sshd refuses many logins at once
         for name, words in remote.ask("refused_logins", LOGINS_S, hosts=names).items():
             why = (words.strip().splitlines() or ["no reason was given"])[-1]
@@ -85,7 +90,7 @@ class Hosts(Closing):
     """Connections to the hosts of a run, of which some may be lost."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._stack = fleet, ExitStack()
+        self.fleet, self._stack = fleet, ExitStack()
         self.log_in()
 
     def close(self) -> None:
@@ -94,7 +99,7 @@ class Hosts(Closing):
     def log_in(self) -> None:
         """Log in to all hosts again."""
         self.close()
-        self.remotes: list[Remote] = self._stack.enter_context(logged_in(self._fleet, lost=[], tells=False))
+        self.remotes: list[Remote] = self._stack.enter_context(logged_in(self.fleet, lost=[], tells=False))
 
     def leases(self) -> list[tuple[Remote, LeaseThere]]:
         """Return what the hosts know of detached runs, the newest knowledge of each run first."""
@@ -116,19 +121,44 @@ def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
         job: name of the job, or how it begins; "" = the only one.
         until_begun: return 0 when the run has begun.
     Returns:
-        The exit code of the run.
+        The exit code of the run; 0 after Ctrl-C, which ends only this view.
     Raises:
-        ConfigError: there is no such run. ClusterError: no host knows of it any longer.
+        as :func:`follow`.
     """
+    try:
+        return follow(fleet, job, until_begun=until_begun)[0]
+    except KeyboardInterrupt:
+        return 0
+
+
+def follow(fleet: Fleet, job: str, *, until_begun: bool = False) -> tuple[int, Path | None]:
+    """Do the work of :func:`attach`. Return the exit code of the run, and its folder on this machine if there is one.
+
+    Args:
+        job: as for :func:`attach`, or the folder of the run on this machine.
+    Raises:
+        ConfigError: there is no such run. ClusterError: no host knows of it any longer. KeyboardInterrupt: on Ctrl-C,
+            after a line that says how to see the run again, and how to stop it.
+    """
+    with suppress(OSError, ValueError):
+        job = job and read_foreign_text(Path(job) / JOB, limit_bytes=MOST_NAME_BYTES, follow=False)
     with Hosts(fleet) as hosts:
         known = find(hosts, job)
         try:
             return _follow(hosts, known, until_begun=until_begun)
         except KeyboardInterrupt:
-            inform(
-                f"\n{known.job} goes on; to see it again: yolofleet fleet attach {quoted(known.job)} --hosts ..."
-            )
-            return 0
+            inform(f"\n{known.job} goes on; {how_to_go_on(fleet, known.job)}")
+            raise
+
+
+def how_to_go_on(fleet: Fleet, job: str) -> str:
+    """Return how to see a run again, and how to stop it."""
+    names = ",".join(host.name for host in fleet.hosts)
+    options, argument = ("", "") if names == HERE else (f" --hosts {quoted(names)}", f", hosts={names!r}")
+    return (
+        f"to see it again: yolofleet fleet attach {quoted(job)}{options}, in Python yolofleet.attach({job!r}{argument}); "
+        f"to save and stop it: yolofleet fleet stop {quoted(job)}{options}"
+    )
 
 
 def find(hosts: Hosts, job: str) -> LeaseThere:
@@ -149,7 +179,7 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     return fitting[0]
 
 
-def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
+def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> tuple[int, Path | None]:
     console: Log | None = None
     awaited = ""
     heard_at_s = time.monotonic()
@@ -183,20 +213,15 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
                 for line in console.lines(to_end=known.code is not None):
                     echo(line.decode("utf-8", "replace"))
         if known.code is not None:
-            if known.code == 0 or lease.folder:
-                take_results(remote, lease)
-            return known.code
+            return known.code, take_results(remote, lease) if known.code == 0 or lease.folder else None
         if until_begun and lease.folder:
-            names = ",".join(remote.name for remote in hosts.remotes)
-            inform(
-                f"detached; to see it again: yolofleet fleet attach {quoted(known.job)} --hosts {quoted(names)}"
-            )
-            return 0
+            inform(f"detached; {how_to_go_on(hosts.fleet, known.job)}")
+            return 0, None
         time.sleep(LOOK_S)
 
 
-def take_results(remote: Remote, lease: LeaseThere) -> None:
-    """Copy the results of a run that has ended to this machine, unless they are on its disk.
+def take_results(remote: Remote, lease: LeaseThere) -> Path | None:
+    """Copy the results of a run that has ended to this machine, unless they are on its disk. Return their folder.
 
     Raises:
         StorageError: the disk refused.
@@ -205,7 +230,7 @@ def take_results(remote: Remote, lease: LeaseThere) -> None:
     with suppress(OSError, ValueError):
         if read_foreign_text(there / JOB, limit_bytes=MOST_NAME_BYTES, follow=False) == lease.job:
             inform(f"results are in {there}")
-            return
+            return there
     name = there.name if there.name.isprintable() else "exp"
     here = RunFolder.create("train", name=name)
     try:
@@ -214,5 +239,6 @@ def take_results(remote: Remote, lease: LeaseThere) -> None:
     except (ClusterError, OSError) as problem:
         words = problem.what if isinstance(problem, ClusterError) else str(problem)
         inform(f"warning: the results stay on {remote.name}, in {lease.folder}: {words}")
-        return
+        return None
     inform(f"results are in {here.path}; states to resume from stay on {remote.name}, in {lease.folder}")
+    return here.path
