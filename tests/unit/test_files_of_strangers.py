@@ -15,7 +15,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.storage.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("cli/api.py:_run", "measure/selftest/checks.py:read", "fleet/launch/schedulers/ray_job.py:_rank", "fleet/launch/run_on_hosts.py:run_on_hosts",
+        ("cli/api.py:_results", "measure/selftest/checks.py:read", "fleet/launch/schedulers/ray_job.py:_rank", "fleet/launch/run_on_hosts.py:run_on_hosts",
          "cli/bench.py:measure"),
         "results.json, which a run has just written or we have just fetched",
     ),
@@ -56,6 +56,7 @@ MAY_OPEN = {
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     "support/system/proc.py:text_of": "files of the kernel in /proc and /sys",
     **dict.fromkeys(("fleet/hosts/requests.py:packed", "fleet/hosts/requests.py:take"), "an archive in memory"),
+    "fleet/launch/local.py:show": "a pipe that this process has made",
     "fleet/launch/folders.py:_claim_on": "a new file with a random name",
     "fleet/hosts/remote.py:login": "opens a connection, not a file",
     "fleet/launch/returns.py:_log_in": "the same",

@@ -236,7 +236,8 @@ class Model:
     @takes(ValConfig)
     def val(self, **settings: Any) -> ValResult:
         """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
-        folder, results = _run(plan_run(self._resolved("val", resolve_val, settings)), "val")
+        folder = _run(plan_run(self._resolved("val", resolve_val, settings)), "val")
+        results = _results(folder)
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
@@ -366,7 +367,7 @@ def _train(settings: Mapping[str, Any], source: str) -> TrainResult:
         from yolofleet.fleet.launch.detached.attach import begin
 
         return _followed(*begin(plan))
-    return _train_result(*_run(plan, "train"))
+    return _train_result(_run(plan, "train"))
 
 
 def attach(run: str | Path = "", *, hosts: str = "", fleet: str = "") -> TrainResult:
@@ -395,11 +396,16 @@ def _followed(fleet: Fleet, job: str) -> TrainResult:
         raise ClusterError(
             "the run has ended, and its results are not on this machine", hint="see the warning above"
         )
-    return _train_result(folder, json.loads(folder.results_json.read_text(encoding="utf-8")))
+    return _train_result(folder)
 
 
-def _train_result(folder: RunFolder, results: Mapping[str, Any]) -> TrainResult:
-    return TrainResult(folder.path, results.get("metrics", {}), best_weights(folder.path))
+def _train_result(folder: RunFolder) -> TrainResult:
+    return TrainResult(folder.path, _results(folder).get("metrics", {}), best_weights(folder.path))
+
+
+def _results(folder: RunFolder) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(folder.results_json.read_text(encoding="utf-8"))
+    return results
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,8 +427,8 @@ def _with_size_note(predictor: Predictor) -> Predictor:
     return predictor
 
 
-def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
-    """Execute a plan; return the folder of the run and its results. Raises as :meth:`Model.train`."""
+def _run(plan: RunPlan, verb: str) -> RunFolder:
+    """Execute a plan; return the folder of the run. Raises as :meth:`Model.train`."""
     if is_worker():
         raise ConfigError(
             f"{verb} starts its own processes, so it cannot run in a process that torchrun started",
@@ -431,7 +437,7 @@ def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
     code, folder = start(plan)
     if code:
         raise failure(code, folder)
-    return folder, json.loads(folder.results_json.read_text(encoding="utf-8"))
+    return folder
 
 
 KINDS: tuple[type[YolofleetError], ...] = (*YolofleetError.__subclasses__(), NonFiniteError)

@@ -350,6 +350,31 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
 
 
+STOPPED_AT_THE_START = """
+import os, signal
+from yolofleet.data.input.loader import Loader
+from yolofleet.support.errors import Stopped
+from yolofleet.support.system.signals import stoppable
+
+signals = iter([signal.SIGTERM])
+os.register_at_fork(after_in_parent=lambda: [os.kill(os.getpid(), number) for number in signals])
+try:
+    with stoppable():
+        Loader(str, iter(range(10**9)), workers=2, prefetch=2, pin_memory=False)
+except Stopped as problem:
+    print(problem.source)
+    kept = problem.__context__  # with the loader in its frames, as an error that is being shown
+"""
+
+
+@forks
+def test_a_stop_signal_while_loader_processes_start_ends_all_of_them():
+    run = subprocess.run(
+        [sys.executable, "-c", STOPPED_AT_THE_START], capture_output=True, text=True, timeout=300
+    )
+    assert (run.returncode, run.stdout) == (0, "SIGTERM\n"), run.stderr
+
+
 @pytest.mark.long
 @forks
 def test_shared_memory_that_is_too_small_is_explained(tmp_path):

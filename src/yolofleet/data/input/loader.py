@@ -65,7 +65,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         cv2.setNumThreads(0)
         self._workers: list[Any] = []
         self._owner = os.getpid()
-        self._items: Iterator[Any]
+        self._items: Iterator[Any] = iter(())
         builder = _Builder(build, read_ahead)
         pairs = with_following(keys, workers if read_ahead else 0)
         if workers == 0:
@@ -77,29 +77,35 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         self._buffers = ReceivedBuffers(workers, 2 * prefetch + 2)
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), _signals_blocked():
-            # DataLoader warns of more processes than cores; the user has chosen that number.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            self._items = iter(
-                DataLoader(
-                    cast(Any, builder),
-                    batch_size=None,
-                    sampler=cast(Any, pairs),
-                    num_workers=workers,
-                    prefetch_factor=prefetch,
-                    collate_fn=_unchanged,
-                    pin_memory=pin_memory,
-                    worker_init_fn=partial(_start_worker, self._buffers.in_use, self._buffers.number),
-                    multiprocessing_context="fork" if sys.platform == "linux" else None,
+        try:
+            with warnings.catch_warnings(), _signals_blocked():
+                # DataLoader warns of more processes than cores; the user has chosen that number.
+                warnings.filterwarnings("ignore", "This DataLoader will create")
+                self._items = iter(
+                    DataLoader(
+                        cast(Any, builder),
+                        batch_size=None,
+                        sampler=cast(Any, pairs),
+                        num_workers=workers,
+                        prefetch_factor=prefetch,
+                        collate_fn=_unchanged,
+                        pin_memory=pin_memory,
+                        worker_init_fn=partial(_start_worker, self._buffers.in_use, self._buffers.number),
+                        multiprocessing_context="fork" if sys.platform == "linux" else None,
+                    )
                 )
-            )
-        if previous is not None and threading.current_thread() is threading.main_thread():
-            # When a loader process dies, DataLoader's signal handler raises at any point of the main thread. Without
-            # that handler, ``next`` notices the death within 5 s and can report it.
-            signal.signal(signal.SIGCHLD, previous)
-        self._workers = [process for process in multiprocessing.active_children() if process not in others]
-        # This runs before the exit handler of multiprocessing, which waits for its children.
-        atexit.register(self.close)
+                if previous is not None and threading.current_thread() is threading.main_thread():
+                    # When a loader process dies, DataLoader's signal handler raises at any point of the main thread.
+                    # Without that handler, ``next`` notices the death within 5 s and can report it.
+                    signal.signal(signal.SIGCHLD, previous)
+                self._workers = [one for one in multiprocessing.active_children() if one not in others]
+                # This runs before the exit handler of multiprocessing, which waits for its children.
+                atexit.register(self.close)
+        except (
+            BaseException
+        ):  # a stop signal: this process would wait at its end for its children, which ignore it
+            self.close()
+            raise
 
     def __next__(self) -> Made:
         try:
