@@ -39,7 +39,7 @@ OTHERS = {
     "bench inference", "bench train", "bench start", "bench scaling", "plan fleets", "plan probe",
     "report compare", "data list", "data make", "data preview", "data download", "data check", "data stats", "data convert",
     "data shard", "data unshard", "data index", "data split", "data merge",
-    "weights list", "weights download", "weights inspect", "weights verify", "weights convert", "checkpoints list",
+    "weights list", "weights push", "weights download", "weights inspect", "weights verify", "weights convert", "checkpoints list",
     "checkpoints verify", "render slurm", "render kubernetes", "fleet check", "fleet run", "fleet ps", "fleet status",
     "fleet attach", "fleet add", "fleet logs", "fleet stop", "doctor",
     "completion",
