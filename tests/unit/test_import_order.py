@@ -25,7 +25,7 @@ SOURCE = Path(yolofleet.__file__).resolve().parent
 ROOMS = {  # in the order of imports; a module imports its own part and earlier ones, and the longest matching name counts
     "support": (
         *("text", "closing", "terminal", "redaction", "errors", "device_names"),
-        *("system", "listener", "place", "devices", "random_numbers"),
+        *("system", "listener", "http_server", "place", "devices", "random_numbers"),
     ),
     "storage": ("",),
     "config": ("",),

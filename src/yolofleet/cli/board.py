@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,17 +63,15 @@ def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> i
             source="command line",
             hint=f"--allow {','.join(REQUESTS)}, or one of them",
         )
-    address = _address(host)
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"yolofleet board needs the package {package}, which is not installed",
-                hint=install_hint("board"),
-            )
+    address = address_of(host)
+    need_packages("board")
     from yolofleet.runs.board.runs import Runs
-    from yolofleet.runs.board.server import Board, names_of, server_of
+    from yolofleet.runs.board.server import Board, server_of
+    from yolofleet.support.http_server import names_of
 
-    listener = _listener(address, port)
+    ports = (*range(PORT, PORT + MORE_PORTS), 0) if port is None else (port,)
+    busy = "leave out --port, which takes a free port; another board may run already"
+    listener = listener_of("board", address, ports, busy)
     _keep_fresh(places)
     with listener:
         names, any_address = names_of(address)
@@ -101,15 +100,28 @@ def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> i
     return 0
 
 
-def _listener(address: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on a port; None: on ``PORT``, or if it is in use on the next free one.
+def need_packages(verb: str) -> None:
+    """Raise ConfigError if the packages of a server are not installed."""
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"yolofleet {verb} needs the package {package}, which is not installed",
+                hint=install_hint(verb),
+            )
+
+
+def listener_of(what: str, address: str, ports: Sequence[int], busy_hint: str) -> socket.socket:
+    """Return a socket that listens on the first of ``ports`` that is free; 0: any.
+
+    Args:
+        what: the server, for messages.
+        busy_hint: what to do if all are in use.
 
     Raises:
         ConfigError: the address or port cannot be used.
     """
     from yolofleet.support.listener import open_listener
 
-    ports = (*range(PORT, PORT + MORE_PORTS), 0) if port is None else (port,)
     for one in ports:
         try:
             return open_listener(address, one)
@@ -118,11 +130,9 @@ def _listener(address: str, port: int | None) -> socket.socket:
             if is_busy and one != ports[-1]:
                 continue
             raise ConfigError(
-                f"the board cannot listen on {problem}",
+                f"the {what} cannot listen on {problem}",
                 source="--port, --host",
-                hint="leave out --port, which takes a free port; another board may run already"
-                if is_busy
-                else "--host 127.0.0.1",
+                hint=busy_hint if is_busy else "--host 127.0.0.1",
             ) from None
     raise AssertionError("ports is never empty")
 
@@ -152,7 +162,7 @@ def _keep_fresh(places: list[Path]) -> None:
         threading.Thread(target=refresh_all, daemon=True, name="refresh").start()
 
 
-def _address(host: str) -> str:
+def address_of(host: str) -> str:
     """Return the IPv4 address to listen on. Raise ConfigError if it is not one."""
     if host == "localhost":
         return "127.0.0.1"

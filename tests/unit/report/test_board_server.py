@@ -20,8 +20,8 @@ from board_runs import Served, grow, publish, served
 from commands import wait_until
 from report_runs import made_run
 
-from yolofleet.runs.board.server import names_of
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.http_server import names_of
 
 pytestmark = pytest.mark.long
 
@@ -239,7 +239,7 @@ def test_a_silent_stream_has_heartbeats_and_ends_with_the_board(
 def test_connections_without_a_request_lock_nobody_out(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr("yolofleet.runs.board.server.HEADER_S", 1.0)
+    monkeypatch.setattr("yolofleet.support.http_server.HEADER_S", 1.0)
     with served([folder.path.parent]) as board, ExitStack() as stack:
         stream = Stream(board, "/updates")  # longer than HEADER_S
         host, port = board.host.split(":")

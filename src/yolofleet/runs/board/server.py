@@ -9,11 +9,9 @@ address reaches the file system: a run is found by its id in the table of :class
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -26,11 +24,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from yolofleet.runs.board.runs import PARTS, Run, Runs
 from yolofleet.runs.report.folder import REQUESTS
 from yolofleet.runs.report.page import page, policy
+from yolofleet.support import http_server
 from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.text import echo, screen_line
 
@@ -38,9 +36,6 @@ PERIOD_S = 1.0  # between two looks at the files, while a page is open
 HEARTBEAT_S = 15.0  # at most, between two messages of a stream: a proxy may close a silent connection
 RETRY_MS = 2000  # after which a browser connects again
 MOST_CONNECTIONS = 100  # that have shown the token
-MOST_WAITING = 400  # that have not: a process may have 1024 open files on most systems
-HEADER_S = 2.0  # until the header of a request is complete
-LOOPBACK_NAMES = ("localhost", "127.0.0.1")
 CONNECT = "'self'"
 WITHOUT_TOKEN = (
     "this browser has not shown the token of this board: open the address that `yolofleet board` has printed, "
@@ -64,15 +59,13 @@ class Board:
     Args:
         runs: what it shows.
         allow: requests to runs that it passes on, of ``REQUESTS``.
-        names: values of the header ``Host`` that are accepted, without the port. A site of a stranger whose name leads to
-            this address (DNS rebinding) sends another one.
-        any_address: accept every IP address as ``Host`` as well: it listens on all addresses of the machine.
+        names, any_address: the values of the header ``Host`` that are accepted, see :func:`own_host`.
         is_closing: returns whether the streams must end.
     """
 
     runs: Runs
     allow: Collection[str] = ()
-    names: Collection[str] = LOOPBACK_NAMES
+    names: Collection[str] = http_server.LOOPBACK_NAMES
     any_address: bool = False
     is_closing: Callable[[], bool] = lambda: False
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
@@ -120,10 +113,11 @@ class Board:
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that is not for this board, or None if it may be answered."""
-        hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
-        if len(hosts) != 1 or not self._is_own(hosts[0]):
+        host = http_server.own_host(request, self.names, any_address=self.any_address)
+        origins = request.headers.getlist("origin")
+        if host is None:
             return _refused(421, "this board does not answer to that name")
-        if origins != [f"http://{hosts[0]}"] and (origins or request.method not in ("GET", "HEAD")):
+        if origins != [f"http://{host}"] and (origins or request.method not in ("GET", "HEAD")):
             return _refused(403, "a request from another site")
         given = request.query_params.get("token")
         page_path = re.fullmatch(r"/(runs/[0-9a-f]{16})?", request.url.path)
@@ -133,22 +127,14 @@ class Board:
             return answer
         if not self._is_token(request.cookies.get(self.cookie, "")):
             return _refused(401, WITHOUT_TOKEN)
-        if not request.scope["state"]["connection"].admit():
+        connection: http_server.PromptProtocol = request.scope["state"]["connection"]
+        if connection not in connection.admitted and len(connection.admitted) >= MOST_CONNECTIONS:
             return _refused(503, f"{MOST_CONNECTIONS} connections are open: close some pages")
+        connection.admit()
         return None
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode("utf-8", "replace"), self.token.encode())
-
-    def _is_own(self, host: str) -> bool:
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if name.lower() in self.names:
-            return True
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return self.any_address
 
     # -- pages and values --------------------------------------------------------------------------
 
@@ -237,85 +223,8 @@ def _refused(status: int, why: str) -> Response:
     return PlainTextResponse(f"{why}\n", status, {"Connection": "close"})
 
 
-def names_of(address: str) -> tuple[list[str], bool]:
-    """Return the names under which a board on ``address`` is reached, and whether any address of the machine is one."""
-    own = socket.gethostname().lower()
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    names = (
-        [*LOOPBACK_NAMES, address]
-        if is_loopback
-        else [*LOOPBACK_NAMES, address, own, socket.getfqdn().lower()]
-    )
-    return names, address == "0.0.0.0"
-
-
-class _PromptProtocol(H11Protocol):
-    """Limit the connections, those that have shown the token apart from the others.
-
-    uvicorn has one limit for all, so another user of the machine could lock the owner out with silent connections. Here
-    a new connection closes the oldest one that has not shown the token. ``HEADER_S`` limits the wait for a request header.
-    """
-
-    # one pair for each server: connections without the token, the oldest first, and those that have shown it
-    waiting: dict[_PromptProtocol, None]
-    admitted: set[_PromptProtocol]
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "connection": self}  # a request finds it in its scope
-        self.waiting[self] = None
-        if len(self.waiting) > MOST_WAITING:
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
-            oldest.transport.abort()
-        self._await_request()
-
-    def admit(self) -> bool:
-        """Note that this connection has shown the token; return False if too many have."""
-        if self not in self.admitted and len(self.admitted) >= MOST_CONNECTIONS:
-            return False
-        self.waiting.pop(self, None)
-        self.admitted.add(self)
-        return True
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.waiting.pop(self, None)
-        self.admitted.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _await_request(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_later(HEADER_S, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-
-
 def server_of(board: Board) -> uvicorn.Server:
-    """Return the server of a board; ``run(sockets=[...])`` answers requests until Ctrl-C, SIGTERM or ``should_exit``."""
-    settings = uvicorn.Config(
-        board,
-        loop="asyncio",
-        http=type("Protocol", (_PromptProtocol,), {"waiting": {}, "admitted": set()}),
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        access_log=False,
-        log_config=None,  # its messages could hold addresses
-        log_level="critical",
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-    )
-    server = uvicorn.Server(settings)
+    """Return the server of a board."""
+    server = http_server.server_of(board, http_server.PromptProtocol, end_s=2)
     board.is_closing = lambda: server.should_exit
     return server
