@@ -44,6 +44,7 @@ OTHERS = {
     "fleet attach", "fleet add", "fleet logs", "fleet stop", "doctor",
     "completion",
     "selftest",  # writes into a temporary folder
+    "serve",
     "board",  # writes requests: tests/unit/report/test_board_runs.py
 }  # fmt: skip
 

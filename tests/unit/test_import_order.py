@@ -43,7 +43,7 @@ ROOMS = {  # in the order of imports; a module imports its own part and earlier 
     ),
     "runs": ("rank_status", "checkpoint", "report", "loggers", "board"),
     "tasks": ("task", "boxes", ""),
-    "inference": ("evaluate", "export", "predict"),
+    "inference": ("evaluate", "export", "predict", "serve"),
     "training": ("parallel", "", "rank"),
     "fleet": (
         *(

@@ -131,6 +131,7 @@ APP = Verbs(
         "tune": ("yolofleet.cli.train:tune_command", "search recipe values with many short trainings"),
         "val": ("yolofleet.cli.inference:val", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.inference:predict", "detect objects in images and videos"),
+        "serve": "detect objects in images that programs send over HTTP",
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
         "board": "show runs in a browser while they go on",
         "export": (

@@ -7,17 +7,12 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from yolofleet.config.decide import check_micro_batch
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
-from yolofleet.config.schema import (
-    Recipe,
-    TrainConfig,
-    ValConfig,
-    rules_of,
-)
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, rules_of
 from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.stored.resume import check_writable
 from yolofleet.config.transforms import transform_of
@@ -97,15 +92,11 @@ def check_suppression(config: ValConfig | PredictConfig, *, needs_nms: bool) -> 
     """Raise ConfigError if a setting of suppression would have no effect, because the boxes need none."""
     for name in ("iou", "agnostic_nms"):
         value, default = getattr(config, name), type(config).model_fields[name].default
-        if value != default and not (needs_nms or _has_tiles(config)):
+        if value != default and not (needs_nms or getattr(config, "tile", 0) > 0):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect: boxes of this network need no suppression",
                 hint="leave it out",
             )
-
-
-def _has_tiles(config: ValConfig | PredictConfig) -> bool:
-    return isinstance(config, PredictConfig) and config.tile > 0
 
 
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
@@ -138,13 +129,10 @@ def _check_code(settings: Any) -> None:
 
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
-    _check_device(config)
-    _check_code(config.value)
-    _need(config, "weights", WEIGHTS)
+    config = check_networks(config, "save_conf")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
-    check_sides(config)
-    return _without_effect(config, "save_conf")
+    return config
 
 
 def _check_data_address(config: Resolved[Any]) -> None:
@@ -172,11 +160,8 @@ def _check_data_address(config: Resolved[Any]) -> None:
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
-    _check_device(config)
-    _check_code(config.value)
-    _need(config, "weights", WEIGHTS)
+    config = check_networks(config, "save_conf", "txt_format")
     _need(config, "source", "an image, folder, glob, list file or video")
-    check_sides(config)
     _only_with(config, "overlap", "tile")
     if config.value.workers > 0:
         raise config.error("workers", ": prediction has no loader processes", hint="remove the option")
@@ -187,7 +172,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
             ": a configuration file must not choose a network address, the screen or standard input",
             hint="give --source on the command line",
         )
-    return _without_effect(config, "save_conf", "txt_format")
+    return config
 
 
 def check_sides(config: Resolved[Any]) -> None:
@@ -269,16 +254,15 @@ def _check_device(config: Resolved[Any]) -> None:
         )
 
 
-T = TypeVar("T", ValConfig, PredictConfig)
 FP16_ON_CPU = "--precision fp16 has no effect on a CPU, which computes in fp32; use bf16"
 
 
-def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
-    """Add notes about harmless settings without effect: those in ``of_txt`` without --save-txt, and fp16 on a CPU.
-
-    Raises:
-        ConfigError: ``--merge mean`` without several weights.
-    """
+def check_networks(config: Resolved[Any], *of_txt: str) -> Resolved[Any]:
+    """Check what ``val``, ``predict`` and ``serve`` share; note what has no effect, as ``of_txt`` without ``--save-txt``."""
+    _check_device(config)
+    _check_code(config.value)
+    _need(config, "weights", WEIGHTS)
+    check_sides(config)
     value, notes = config.value, list(config.notes)
     if value.merge == "mean" and len(value.weights) == 1:
         raise ConfigError(
@@ -286,7 +270,12 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
             source=config.sources["merge"],
             hint="repeat --weights for an ensemble, or use --merge nms or wbf",
         )
-    if value.merge == "wbf" and len(value.weights) == 1 and not value.augment and not _has_tiles(value):
+    if (
+        value.merge == "wbf"
+        and len(value.weights) == 1
+        and not value.augment
+        and not getattr(value, "tile", 0)
+    ):
         tiles = ", --augment or --tile" if value.verb == "predict" else " or --augment"
         notes.append(f"--merge wbf has no effect without several --weights{tiles}")
     for name in of_txt:

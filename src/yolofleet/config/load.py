@@ -160,7 +160,7 @@ def resolve_tune(
     return config, stored.recipe
 
 
-def _without_recipe(
+def without_recipe(
     verb: str,
     model: type[T],
     check: Callable[[Resolved[T]], Resolved[T] | None],
@@ -175,12 +175,12 @@ def _without_recipe(
     return check(config) or config
 
 
-resolve_val = partial(_without_recipe, "val", ValConfig, check_val)
-resolve_predict = partial(_without_recipe, "predict", PredictConfig, check_predict)
-resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, lambda _: None)
-resolve_export = partial(_without_recipe, "export", ExportConfig, check_export)
-resolve_bench = partial(_without_recipe, "bench", BenchConfig, check_bench)
-resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
+resolve_val = partial(without_recipe, "val", ValConfig, check_val)
+resolve_predict = partial(without_recipe, "predict", PredictConfig, check_predict)
+resolve_selftest = partial(without_recipe, "selftest", SelftestConfig, lambda _: None)
+resolve_export = partial(without_recipe, "export", ExportConfig, check_export)
+resolve_bench = partial(without_recipe, "bench", BenchConfig, check_bench)
+resolve_doctor = partial(without_recipe, "doctor", DoctorConfig, check_doctor)
 
 
 def predict_config(base: PredictConfig | None = None, **settings: Any) -> PredictConfig:

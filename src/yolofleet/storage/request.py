@@ -136,7 +136,7 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
         return self.do_open(_Https, req)
 
 
-def _opener() -> urllib.request.OpenerDirector:
+def _opener(redirects: Redirects) -> urllib.request.OpenerDirector:
     """Return an opener for HTTP and HTTPS with the proxies of the environment; no file, ftp or data urls."""
     opener = urllib.request.OpenerDirector()
     for handler in (
@@ -146,20 +146,22 @@ def _opener() -> urllib.request.OpenerDirector:
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
         urllib.request.UnknownHandler(),
-        Redirects(),
+        redirects,
     ):
         opener.add_handler(handler)
     return opener
 
 
-def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
+def open_url(url: str, headers: dict[str, str], timeout_s: float, redirects: Redirects | None = None) -> Any:
     """Return an open response with a status below 300, or 416 (no such range). Raise Transient or Refused for another."""
     try:
         if urlsplit(url).scheme not in ("http", "https"):
             raise Refused("only http and https are supported")
         if is_forbidden(url):
             raise Refused(f"{OFFLINE} is set")
-        return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
+        return _opener(redirects or Redirects()).open(
+            urllib.request.Request(url, headers=headers), timeout=timeout_s
+        )
     except urllib.error.HTTPError as problem:
         if problem.code == 416:
             return problem

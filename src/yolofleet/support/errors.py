@@ -201,6 +201,7 @@ EXTRAS = {  # [project.optional-dependencies] of pyproject.toml, which a checkou
     "ray": ("ray[train]>=2.60",),
     "tune": ("optuna>=4.2",),
     "board": ("starlette>=0.40", "uvicorn>=0.30"),
+    "serve": ("starlette>=0.40", "uvicorn>=0.30"),
     "s3": ("s3fs>=2024.12",),
     "gcs": ("gcsfs>=2024.12",),
     "azure": ("adlfs>=2024.7",),

@@ -1,4 +1,4 @@
-"""Settings of ``yolofleet val``, and those that ``yolofleet predict`` shares with it."""
+"""Settings of ``yolofleet val``, and those that ``predict`` and ``serve`` share with it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from yolofleet.config.schema.fields import (
 )
 
 
-class InferenceSettings(CodeSettings, ExecutionSettings):
-    """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
+class NetworkSettings(CodeSettings):
+    """The networks of an inference, and which of their predictions are kept."""
 
     weights: Annotated[Texts, BeforeValidator(file_of_weights)] = input_setting(
         (),
@@ -53,7 +53,16 @@ class InferenceSettings(CodeSettings, ExecutionSettings):
         "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
         "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
     )
+    conf: Unit = method_setting(0.25, "discard boxes with a lower score")
+    iou: Unit = method_setting(0.45, "IoU threshold of non-maximum suppression (NMS)")
+    max_det: Natural = method_setting(1000, "maximum number of boxes per image")
+    classes: Texts = method_setting((), "keep only these classes, by number or name; may be repeated")
     precision: Precision = execution_setting("auto", PRECISION_HELP)
+
+
+class InferenceSettings(NetworkSettings, ExecutionSettings):
+    """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
+
     save_txt: bool = saved_setting(False, "write detections as YOLO txt files")
     save_conf: bool = saved_setting(False, "add scores to the txt files")
 

@@ -19,7 +19,6 @@ from yolofleet.config.schema.fields import (
     Frozen,
     Natural,
     Precision,
-    Texts,
     Unit,
     Weights,
     display_setting,
@@ -182,10 +181,6 @@ class PredictConfig(InferenceSettings):
     overlap: float = method_setting(
         0.2, "with --tile: overlap of neighbouring tiles, as a fraction of their side", ge=0, lt=1
     )
-    conf: Unit = method_setting(0.25, "discard boxes with a lower score")
-    iou: Unit = method_setting(0.45, "IoU threshold of non-maximum suppression (NMS)")
-    max_det: Natural = method_setting(1000, "maximum number of boxes per image")
-    classes: Texts = method_setting((), "keep only these classes, by number or name; may be repeated")
     vid_stride: Natural = method_setting(1, "use every Nth frame of a video")
     batch: Natural = method_setting(1, "images per forward pass")
     save: Literal["images", "none"] = saved_setting("images", "write the images with boxes drawn on them")

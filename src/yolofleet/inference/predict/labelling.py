@@ -56,7 +56,9 @@ class LabellingTasks:
         elif self.form == "labelme":
             write_json(self.labels / f"{stem}.json", _labelme(prediction, Path(name).name))
         elif self.form == "label-studio":
-            self._tasks.append(_label_studio(prediction, f"images/{name}", len(self._tasks) + 1))
+            found = label_studio_prediction(prediction, len(self._tasks) + 1)
+            image = f"/data/local-files/?d={quote(f'images/{name}')}"
+            self._tasks.append({"data": {"image": image}, "predictions": [found]})
         else:
             self._add_coco(prediction, name)
 
@@ -153,8 +155,8 @@ def _labelme(prediction: Prediction, name: str) -> dict[str, Any]:
     return {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": name, "imageData": None, **size}
 
 
-def _label_studio(prediction: Prediction, name: str, number: int) -> dict[str, Any]:
-    """Return the task of an image, with coordinates in percent."""
+def label_studio_prediction(prediction: Prediction, number: int) -> dict[str, Any]:
+    """Return the prediction of a task, with coordinates in percent. ``number``: of the task, for the ids of its objects."""
     height, width = prediction.image_bgr.shape[:2]
     percent, rows = 100 / np.array([width, height]), list[dict[str, Any]]()
     for one, rings in _rows(prediction):
@@ -176,8 +178,7 @@ def _label_studio(prediction: Prediction, name: str, number: int) -> dict[str, A
             rows.append({"id": f"{number}-{len(rows) + 1}", **about, "value": {**value, kind: [one["name"]]}})
     # Label Studio sorts images by it: the least sure ones first
     least = min((row["score"] for row in rows), default=0.0)
-    found = {"model_version": "yolofleet", "score": least, "result": rows}
-    return {"data": {"image": f"/data/local-files/?d={quote(name)}"}, "predictions": [found]}
+    return {"model_version": "yolofleet", "score": least, "result": rows}
 
 
 def _label_config(names: tuple[str, ...]) -> str:
