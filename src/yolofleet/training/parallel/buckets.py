@@ -35,8 +35,7 @@ class ReductionFormat:
         self.flat = flat
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step of ``micro_batches`` micro-batches (on all ranks), and zero the buffer."""
-        self.flat.zero_()
+        """Start a step of ``micro_batches`` micro-batches (on all ranks), whose buffer is 0."""
 
     def accumulate(self) -> None:
         """Add the buffer, which holds the gradient of one more local micro-batch, to the local sum."""
@@ -157,6 +156,7 @@ class GradientBuckets:
 
     def begin(self, micro_batches: int) -> None:
         """Start a step: zero the buffers, because gradients would add up over steps."""
+        torch._foreach_zero_([form.flat for form in self.formats()])
         for form in self.formats():
             form.begin(micro_batches)
         for bucket in self.buckets:
@@ -238,15 +238,13 @@ class GradientBuckets:
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients, a float32 scalar on the device; NaN if a batch-norm statistic is not finite."""
-        norm: Tensor = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(b.flat) for b in self.buckets])
-        )
+        norms = torch._foreach_norm([bucket.flat for bucket in self.buckets])
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm + self._poison
 
     def scale_(self, factor: Tensor | float) -> None:
         """Multiply all gradients in place."""
-        for bucket in self.buckets:
-            bucket.flat.mul_(factor)
+        torch._foreach_mul_([bucket.flat for bucket in self.buckets], factor)
 
 
 def make_half(buckets: GradientBuckets) -> None:

@@ -48,7 +48,6 @@ class IntegerFormat(ReductionFormat):
         self._bound = 0.0
 
     def begin(self, micro_batches: int) -> None:
-        self.flat.zero_()
         spare = math.ceil(math.log2(max(micro_batches, 1)))
         self._bound = 2.0 ** ((62 if self.is_wide else 30) - spare)
         dtype = torch.int64 if self.is_wide else torch.int32
