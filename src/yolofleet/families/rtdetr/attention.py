@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from yolofleet.families.rtdetr.blocks import xavier
 from yolofleet.families.rtdetr.description import HEADS
-from yolofleet.support.devices import is_host
+from yolofleet.support.devices import is_host, to_device
 
 NARROW = 32  # channels of a head; below, grid_sample's backward pass is faster than embedding_bag's on CPUs
 OFFSET_SCALE = 0.5  # offsets of a level's n points are in units of the box's size x 0.5 / n
@@ -62,8 +62,7 @@ class DeformableAttention(nn.Module):
         ]
         by_grid = self.is_exported or (is_host(query.device) and width // heads < NARROW)
         sample = _sampled_by_grid if by_grid else _sampled
-        shares = weights.split(self.points, 3)
-        sampled: Tensor = self.output_proj(sample(values, places, shares, sizes_hw).to(query.dtype))
+        sampled: Tensor = self.output_proj(sample(values, places, weights, sizes_hw).to(query.dtype))
         return sampled
 
     def for_export(self, lowest: float) -> nn.Module:
@@ -88,59 +87,69 @@ class DeformableAttention(nn.Module):
 
 
 def _sampled(
-    values: Tensor, places: Sequence[Tensor], shares: Sequence[Tensor], sizes_hw: Sequence[tuple[int, int]]
+    values: Tensor, places: Sequence[Tensor], shares: Tensor, sizes_hw: Sequence[tuple[int, int]]
 ) -> Tensor:
     """Return the weighted sums of bilinear samples, [N, Q, W]; cells outside the map are zeros.
 
     One ``embedding_bag`` reads the four cells of all points and adds them, so no copy of them exists. Its backward pass sorts
-    the cells and adds in that order, so it is deterministic on GPUs as well, unlike that of ``grid_sample``.
+    the cells and adds in that order, so it is deterministic on GPUs as well, unlike that of ``grid_sample``. All levels and
+    both axes are computed together, because each operation is a kernel.
 
     Args:
         values: [N, S, heads, W / heads].
         places: of each level, [N, Q, heads, points, 2] x, y in 0..1.
-        shares: of each level, [N, Q, heads, points].
+        shares: of all points, [N, Q, heads, P].
     """
     n, cells, heads, width = values.shape
-    queries = places[0].shape[1]
-    indices, weights, start = [], [], 0
-    for (height, across), place, share in zip(sizes_hw, places, shares, strict=True):
-        x, y = place.unbind(4)
-        columns, column_shares = _neighbours(x * across - 0.5, across)  # [N, Q, heads, points, 2]
-        rows, row_shares = _neighbours(y * height - 0.5, height)
-        indices.append((rows[..., None] * across + columns[..., None, :] + start).flatten(3))
-        weights.append((share[..., None] * row_shares)[..., None] * column_shares[..., None, :])
+    queries, device, levels, start = shares.shape[1], values.device, [], 0
+    for (height, across), place in zip(sizes_hw, places, strict=True):
+        levels += [(across, height, start)] * place.shape[3]
         start += height * across
-    index = torch.cat(indices, 3)  # [N, Q, heads, 4 P]
-    first, head = (torch.arange(count, device=index.device, dtype=torch.int32) for count in (n, heads))
-    index = (index + first[:, None, None, None] * cells) * heads + head[:, None]
-    weight = torch.cat([w.flatten(3) for w in weights], 3)
+    extents, starts = to_device(torch.tensor(levels, dtype=torch.int32), device).split(
+        [2, 1], 1
+    )  # [P, 2], [P, 1]
+    beside, parts = _neighbours(torch.cat([*places], 3) * extents - 0.5, extents)  # [N, Q, heads, P, axes, 2]
+    (columns, rows), (column_shares, row_shares) = beside.unbind(4), parts.unbind(4)
+    across = extents[:, :1, None]  # [P, 1, 1]
+    index = rows[..., None] * across + columns[..., None, :] + starts[:, None]  # [N, Q, heads, P, 2, 2]
+    weight = (shares[..., None] * row_shares)[..., None] * column_shares[..., None, :]
+    first, head = (torch.arange(count, device=device, dtype=torch.int32) for count in (n, heads))
+    index = (index.flatten(3) + first[:, None, None, None] * cells) * heads + head[:, None]
     sums = F.embedding_bag(
-        index.flatten(0, 2), values.reshape(-1, width), per_sample_weights=weight.flatten(0, 2), mode="sum"
+        index.flatten(0, 2),
+        values.reshape(-1, width),
+        per_sample_weights=weight.flatten(3).flatten(0, 2),
+        mode="sum",
     )
     return sums.view(n, queries, heads * width)
 
 
-def _neighbours(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the two cells beside each place along an axis of ``count`` cells, int32 [..., 2], and their shares.
+def _neighbours(places: Tensor, extents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two cells beside each place on each axis, int32 [..., axes, 2], and their shares.
 
     The share of a cell outside the axis is 0. A place that is not a number gets cell 0 and its share is not a number, so
     a diverged step fails by its gradient instead of an invalid index.
+
+    Args:
+        places: [..., axes] in cells.
+        extents: int32, cells of the axes.
     """
     low = places.detach().floor().nan_to_num(0)
     part = places - low
     cells = torch.stack([low, low + 1], -1)
-    inside = cells.clamp(0, count - 1)
+    inside = torch.minimum(cells.clamp(min=0), (extents - 1)[..., None])
     return inside.int(), torch.stack([1 - part, part], -1) * (inside == cells)
 
 
 def _sampled_by_grid(
-    values: Tensor, places: Sequence[Tensor], shares: Sequence[Tensor], sizes_hw: Sequence[tuple[int, int]]
+    values: Tensor, places: Sequence[Tensor], shares: Tensor, sizes_hw: Sequence[tuple[int, int]]
 ) -> Tensor:
     """Return the same as :func:`_sampled`, by operators that ONNX has."""
     n, _, heads, width = values.shape
     queries, parts = places[0].shape[1], []
     levels = values.permute(0, 2, 3, 1).split([h * w for h, w in sizes_hw], 3)  # [N, heads, W / heads, cells]
-    for (height, across), level, place, share in zip(sizes_hw, levels, places, shares, strict=True):
+    by_level = shares.split([place.shape[3] for place in places], 3)
+    for (height, across), level, place, share in zip(sizes_hw, levels, places, by_level, strict=True):
         points = place.shape[3]
         grid = (2 * place - 1).permute(0, 2, 1, 3, 4).reshape(n * heads, queries, points, 2)
         image = level.reshape(n * heads, width, height, across)
@@ -148,4 +157,5 @@ def _sampled_by_grid(
         seen = F.grid_sample(image, grid, "bilinear", "zeros", align_corners=False)
         share = share.permute(0, 2, 1, 3).reshape(n * heads, 1, queries, points)
         parts.append((seen * share).sum(3))
-    return reduce(torch.add, parts).reshape(n, heads * width, queries).permute(0, 2, 1)
+    found: Tensor = reduce(torch.add, parts)
+    return found.reshape(n, heads * width, queries).permute(0, 2, 1)
