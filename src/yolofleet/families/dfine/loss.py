@@ -23,7 +23,7 @@ from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, near_copies
 from yolofleet.families.rtdetr.mask_loss import MaskLoss, with_masks
-from yolofleet.families.rtdetr.matching import Pairs, at_each, giou
+from yolofleet.families.rtdetr.matching import Pairs, at_each
 from yolofleet.families.rtdetr.raws import DetrRaws, DfineTrainingRaws, TrainingRaws
 from yolofleet.support.devices import to_device
 
@@ -53,10 +53,10 @@ class DfineLoss(RtdetrLoss):
 
     def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
         """See :meth:`RtdetrLoss.matched`; the sums are float32 [7]."""
-        normal, noisy, truth, matching, denoised = self.begun(raws, targets)
+        normal, noisy, truth, matching, (denoised, noise_iou) = self.begun(raws, targets)
         (outputs, queries), pairs = normal.boxes.shape[1:3], matching.pairs()
         joined = union(pairs, targets)
-        by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
+        by_output, iou = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if not isinstance(raws, DfineTrainingRaws):  # a validation
             return torch.cat(
                 [by_output[-1], by_output.new_zeros(len(DfineLoss.terms) - 3)]
@@ -65,10 +65,10 @@ class DfineLoss(RtdetrLoss):
         layers = raws.corners.shape[1]
         shares, noise_shares = distillation_shares(joined, targets, queries)
         each = at_each(layers, *joined)
-        fgl, ddf = self._local(normal, raws.corners, raws.references, each, truth, shares)
+        fgl, ddf = self._local(normal, raws.corners, raws.references, each, iou, truth, shares)
         restored = near_copies(layers, noisy.boxes.shape[2], targets)
         noise_fgl, noise_ddf = self._local(
-            noisy, raws.noisy_corners, raws.noisy_references, restored, truth, noise_shares
+            noisy, raws.noisy_corners, raws.noisy_references, restored, noise_iou, truth, noise_shares
         )
 
         gains = to_device(self.weights, fgl.device)
@@ -83,6 +83,7 @@ class DfineLoss(RtdetrLoss):
         corners: Tensor,
         references: Tensor,
         pairs: Pairs,
+        iou: Tensor,
         truth: Truth,
         shares: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
@@ -93,14 +94,14 @@ class DfineLoss(RtdetrLoss):
             corners: [N, L, Q, 4 (R + 1)] logits of the distances of a box's sides.
             references: [N, L, Q, 4] the boxes that the distances start from.
             pairs: at each layer.
+            iou: of the same pairs at each output, [M], those of the layers last.
             shares: see :func:`distillation_shares`.
         """
         layers, references = corners.shape[1], references.float()
-        boxes, logits = outputs.boxes[:, -layers:], outputs.logits[:, -1].detach()
+        logits = outputs.logits[:, -1].detach()
         corners = corners.float().unflatten(3, (4, -1))  # [N, L, Q, 4, R + 1]
         output, image, query, label = pairs.on(corners.device)
-        with torch.no_grad():
-            iou = giou(boxes[image, output, query], truth.boxes[image, label])[0]  # [M]
+        iou = iou[len(iou) - len(pairs.output) :]
         wanted = self.wanted_bins(references[image, output, query], truth.boxes[image, label])
         entropy = -(wanted * corners[image, output, query].log_softmax(-1)).sum((1, 2))
         fgl = pairs.sums(entropy * iou, layers)

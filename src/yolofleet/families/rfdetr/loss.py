@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
-from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, outputs_of
+from yolofleet.families.rtdetr.loss import RtdetrLoss, Truth, outputs_of
 from yolofleet.families.rtdetr.mask_loss import MaskLoss, with_masks
-from yolofleet.families.rtdetr.matching import Matching, Pairs, giou
+from yolofleet.families.rtdetr.matching import Matching, Pairs
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
@@ -58,20 +58,16 @@ class RfdetrLoss(RtdetrLoss):
             output=output, query=found.query + group * queries, weight=found.weight / np.float32(groups)
         )
         share = torch.full((1, 1), 1 / groups, device=device)
-        by_output = self.by_output(outputs, pairs, pairs, truth, share)  # [P, 3]
+        by_output, _ = self.by_output(outputs, pairs, pairs, truth, share)  # [P, 3]
         aux = (by_output[:-1] * to_device(self.weights, device)).sum()
         return torch.cat([by_output[-1], aux[None]]) * matching.factor, pairs
 
-    def class_losses(self, outputs: Outputs, pairs: Pairs, truth: Truth) -> Tensor:
-        """Return the class loss of every logit, [N, P, G Q, C].
+    def class_losses(self, logits: Tensor, at: tuple[Tensor, ...], iou: Tensor) -> Tensor:
+        """See :meth:`RtdetrLoss.class_losses`.
 
         A match has the target t = p^0.25 IoU^0.75, without gradient, and its cross entropy; all else has the weight p^2.
         """
-        logits = outputs.logits
-        output, image, query, label = pairs.on(logits.device)
-        at = image, output, query, truth.classes[image, label]
         with torch.no_grad():
-            iou = giou(outputs.boxes[image, output, query], truth.boxes[image, label])[0]
             wanted = (logits[at].sigmoid() ** ALPHA * iou ** (1 - ALPHA)).clamp(min=LEAST)
             positive = torch.zeros_like(logits).index_put(at, wanted)
         negative = (logits.sigmoid() ** GAMMA).index_put(at, 1 - wanted)

@@ -108,17 +108,17 @@ class RtdetrLoss:
 
     def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
         """Return the sums, and the matches of each output."""
-        normal, _, truth, matching, denoised = self.begun(raws, targets)
+        normal, _, truth, matching, (denoised, _) = self.begun(raws, targets)
         pairs = matching.pairs()
-        by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
+        by_output, _ = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
         gains = to_device(self.weights, normal.boxes.device)
         aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
         return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor, pairs
 
     def begun(
         self, raws: DetrRaws | TrainingRaws, targets: Targets
-    ) -> tuple[Outputs, Outputs, Truth, Matching, Tensor]:
-        """Return normal and denoising outputs, labels, the begun matching, and the losses of denoising queries, [P, 3]."""
+    ) -> tuple[Outputs, Outputs, Truth, Matching, tuple[Tensor, Tensor]]:
+        """Return normal and denoising outputs, labels, the begun matching, and what :meth:`by_output` has of denoising queries."""
         normal, noisy = outputs_of(raws)
         device = normal.boxes.device
         truth = Truth(
@@ -130,34 +130,42 @@ class RtdetrLoss:
 
     def by_output(
         self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth, weights: Tensor | None = None
-    ) -> Tensor:
-        """Return the sums of the class, L1 and GIoU losses of each output, [P, 3].
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums of the class, L1 and GIoU losses of each output, [P, 3], and the IoU of ``boxed``, [M] without gradient.
 
         Args:
             classified, boxed: the matches of the class loss, and of the losses of boxes.
             weights: [N, Q] of each query in the class loss.
         """
-        classes = self.class_losses(outputs, classified, truth)  # [N, P, Q, C]
+        output, image, query, label = boxed.on(outputs.boxes.device)
+        ours, theirs = outputs.boxes[image, output, query], truth.boxes[image, label]  # [M, 4]
+        iou, generalised = giou(ours, theirs)
+        wanted = iou = iou.detach()
+        if classified is not boxed:
+            output, image, query, label = classified.on(outputs.boxes.device)
+            with torch.no_grad():
+                wanted = giou(outputs.boxes[image, output, query], truth.boxes[image, label])[0]
+        classes = self.class_losses(
+            outputs.logits, (image, output, query, truth.classes[image, label]), wanted
+        )
         if weights is not None:
             classes = classes * weights[:, None, :, None]
-        output, image, query, label = boxed.on(classes.device)
-        ours, theirs = outputs.boxes[image, output, query], truth.boxes[image, label]  # [M, 4]
-        losses = torch.stack([(ours - theirs).abs().sum(1), 1 - giou(ours, theirs)[1]], 1)
+        losses = torch.stack([(ours - theirs).abs().sum(1), 1 - generalised], 1)
         box_sums = boxed.sums(losses, outputs.boxes.shape[1])
-        return torch.cat([classes.sum((0, 2, 3))[:, None], box_sums], 1)
+        return torch.cat([classes.sum((0, 2, 3))[:, None], box_sums], 1), iou
 
-    def class_losses(self, outputs: Outputs, pairs: Pairs, truth: Truth) -> Tensor:
+    def class_losses(self, logits: Tensor, at: tuple[Tensor, ...], iou: Tensor) -> Tensor:
         """Return the class loss of every logit, [N, P, Q, C].
+
+        Args:
+            at: indices of the matches in ``logits``, each [M].
+            iou: of the matches, [M].
 
         The varifocal loss (arXiv:2008.13367) weighs the cross entropy of a match with its target, the IoU, and that of
         all else with alpha p^gamma. The matchability-aware loss (DEIM, arXiv:2412.04234, equation 2) has the target
         IoU^gamma, the weight 1 for matches, and p^gamma for all else. No gradient flows through weights and targets.
         """
-        logits = outputs.logits
-        output, image, query, label = pairs.on(logits.device)
-        at = image, output, query, truth.classes[image, label]
         with torch.no_grad():
-            iou = giou(outputs.boxes[image, output, query], truth.boxes[image, label])[0]
             wanted, weight = torch.zeros_like(logits), logits.sigmoid() ** self.gamma
             if self.class_loss == "vfl":
                 wanted[at], weight = iou, weight * VFL_ALPHA
