@@ -29,7 +29,8 @@ from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.networks.description import describe
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "parity"))
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "parity")]
 CLASSES, LABELS = 80, 7  # of an image; COCO has 7.3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
