@@ -31,6 +31,7 @@ MODELS = [
     ("ppyoloe-s", 0.9),
     ("dfine-n", 0.0),
     ("rtdetrv2-r18", 0.0),
+    ("rfdetr-n", 0.0),
 ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from yolofleet.training.state import TrainState
 from yolofleet.training.step import NanRule, StepReport, train_step
 
 CLASSES = 3
+small_detr = runpy.run_path(str(Path(__file__).parent / "detr_family" / "small_detr.py"))
 # an eighth of the channels: fast
 NARROW = {
     "yolov5-narrow": "yolov5n",
@@ -41,6 +44,9 @@ NARROW = {
 
 def described(name: str) -> ModelDescription:
     """A built-in description, or a narrow one for tests."""
+    if name.endswith("-toy"):
+        toy: ModelDescription = small_detr["preset"](name)
+        return toy
     if name not in NARROW:
         return describe(name)
     if name.startswith("darknet"):

@@ -87,11 +87,11 @@ def test_a_lost_host(lab: Lab, folder: Path, quiet_sha256: str, number: int) -> 
     ended_as_quiet(lab, folder, command, quiet_sha256)
 
 
-@pytest.mark.parametrize("network", ["dfine-toy", "dfine-toy-seg", "yolov5n-seg"])
+@pytest.mark.parametrize("network", ["dfine-toy", "dfine-toy-seg", "yolov5n-seg", "rfdetr-toy-seg"])
 def test_a_lost_host_of_three_that_train_another_network(lab: Lab, folder: Path, network: str) -> None:
     """No random number of D-FINE's denoising queries depends on a rank, and nor does the raster of a mask."""
     given = ["--model", network, *SIZES, "--threads", "1", "--reduce", "exact", "--val-period", "0"]
-    if network.startswith("dfine-toy"):
+    if "-toy" in network:
         given += ["--recipe-class", f"{DETR}:Small"]
     data = small_masks(folder / "masks") if network.endswith("-seg") else small_shapes(folder)
     argv = ["train", "--data", data, *given, "--epochs", "30"]
