@@ -4,6 +4,7 @@ Counted on the CPU; on a GPU each is a kernel, or a few. Views and bare allocati
 batch norm as Triton's kernels, two in each direction, and all else as before.
 
     python benchmarks/launches.py [--precision bf16]
+    python benchmarks/launches.py --precision fp32 --images 8 --models dfine-n rfdetr-n    # the first column: one pass
     python benchmarks/launches.py --kinds yolov5n        # each operation of one network
     python benchmarks/launches.py --simulated dfine-n    # a step of 4 x 640 px on the simulated device: also its memory
 """
@@ -35,10 +36,12 @@ MODELS = [
 ]
 
 
-def launches(model: str, progress: float, precision: str, per_pass: int, triton: bool = False) -> Launches:
+def launches(
+    model: str, progress: float, precision: str, per_pass: int, triton: bool = False, images: int = IMAGES
+) -> Launches:
     """Return the operations of the second step; ``progress``: fraction of the run, decides PP-YOLOE's assigner."""
     run = small_run(
-        model, images=IMAGES, micro_batch=MICRO_BATCH, img=IMG, precision=precision, per_pass=per_pass
+        model, images=images, micro_batch=MICRO_BATCH, img=IMG, precision=precision, per_pass=per_pass
     )
     run.progress = progress
     run.do(1)
@@ -75,6 +78,8 @@ def main() -> int:
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--kinds", metavar="MODEL", help="print the number of each operation of this network")
     parser.add_argument("--simulated", metavar="MODEL")
+    parser.add_argument("--models", nargs="+", default=[model for model, _ in MODELS])
+    parser.add_argument("--images", type=int, default=IMAGES, help="a multiple of 8")
     args = parser.parse_args()
     if args.simulated:
         found = on_simulated_device(args.simulated)
@@ -91,10 +96,12 @@ def main() -> int:
         for kind in sorted(kinds, key=lambda kind: -counted[1].kinds[kind]):
             print(f"{kind:<36}" + "".join(f"{found.kinds[kind]:>13}" for found in counted))
         return 0
-    print(f"{f'{args.precision}, {IMAGES} images':<24}" + "".join(f"{name:>13}" for name in names))
-    for model, progress in MODELS:
+    print(f"{f'{args.precision}, {args.images} images':<24}" + "".join(f"{name:>13}" for name in names))
+    for model, progress in (row for row in MODELS if row[0] in args.models):
         assigner = "" if not model.startswith("pp") else " aligned" if progress else " ATSS"
-        counts = [launches(model, progress, args.precision, *column).count for column in columns]
+        counts = [
+            launches(model, progress, args.precision, *column, images=args.images).count for column in columns
+        ]
         print(f"{model + assigner:<24}" + "".join(f"{count:>13,}" for count in counts), flush=True)
     return 0
 
