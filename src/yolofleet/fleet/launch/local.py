@@ -184,7 +184,9 @@ class LocalAttempts:
         if agent is None:
             interrupt(number, frame)
         elif agent.poll() is None:
-            self.ends_at_once = self.ends_at_once or (bool(self.asked) and number == signal.SIGINT)
+            # At once, because the next signal may come while this one is announced
+            is_first, self.asked = not self.asked, self.asked or request_name(number)
+            self.ends_at_once = self.ends_at_once or (not is_first and number == signal.SIGINT)
             words = (
                 "ending at once"
                 if self.ends_at_once
@@ -196,9 +198,8 @@ class LocalAttempts:
                 # on Linux; elsewhere the workers end when they lose each other
                 end_descendants(agent.pid, deadline_s=1.0)
                 agent.kill()
-            elif not self.asked:
+            elif is_first:
                 agent.terminate()
-            self.asked = self.asked or request_name(number)
 
 
 def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> Ending:
