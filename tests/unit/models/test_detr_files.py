@@ -256,11 +256,6 @@ def test_norms_and_stem_of_a_backbone_are_constant_only_if_it_was_trained(name):
             "PyTorch Lightning",
             "state_dict alone",
         ),
-        (
-            {"model": {"refpoint_embed.weight": 1, "transformer.x": 1}, "args": {}},
-            "RF-DETR",
-            "readable are YOLOv5",
-        ),
         ({"model.22.dfl.conv.weight": 1}, "YOLOv8, YOLO11", "D-FINE"),
         ({"meta": {}, "state_dict": {"bbox_head.cls.weight": 1}}, "MMDetection", "readable are"),
         ({"model.enc_score_head.bias": 1, "model.x": 1}, "transformers' without", "save_pretrained"),

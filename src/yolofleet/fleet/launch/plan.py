@@ -24,7 +24,7 @@ from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.place import place_from_environment
 from yolofleet.support.system.children import OPENMP_WAITS
 from yolofleet.support.system.signals import stoppable
-from yolofleet.support.text import inform, screen_line
+from yolofleet.support.text import inform, quoted, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.fleet.hosts.fleet import Fleet
@@ -126,7 +126,7 @@ def with_commits(config: Resolved[Any]) -> Resolved[Any]:
     if is_worker():
         raise ConfigError(
             f"--weights {' '.join(names)}: each of several processes asks the hub alone, and could get another commit",
-            hint=f"--weights {' '.join(pinned)}",
+            hint=f"--weights {' '.join(map(quoted, pinned))}",
         )
     return with_values(config, {"weights": pinned[0] if isinstance(weights, str) else pinned}, {})
 

@@ -93,7 +93,7 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
     if same := run["results"].get("weights_sha256"):
         rows.append(["tensors of the last weights, SHA-256", f"`{_code(same)}`"])
     parts += ["## Data and weights", f"Data set: {_plain(named_data)}.", _table(["what", "digest"], rows)]
-    parts += ["## Use", _fenced(f"yolofleet predict --weights {BEST} --source FOLDER")]
+    parts += ["## Use", _fenced("yolofleet predict --weights best.safetensors --source FOLDER")]
     parts += ["## Licence", _start_text(start, hide), follows]
     parts += ["## Repeat this training", _fenced(words), _same_bits(run, is_exact)]
     fleet, versions = (_mapping(run["results"].get(name)) for name in ("fleet", "versions"))
@@ -133,8 +133,8 @@ def _summary(run: Mapping[str, Any], kind: str, hide: Redaction) -> str:
     model = network.get("model") or network.get("cfg") or network.get("weights") or "a network of its own"
     ended = "" if run["finished"] else " The run has not finished: the figures are those so far."
     return (
-        f"{what.get(kind, 'A network with a task of its own')}{of}. Trained by yolofleet from "
-        f"{_plain(hide(Path(model).name))}, {_plain(run['results'].get('steps') or 0)} steps.{ended}"
+        f"{what.get(kind, 'A network with a task of its own')}{of}. Trained from {_plain(hide(Path(model).name))} by "
+        f"yolofleet, {_plain(run['results'].get('steps') or 0)} steps.{ended}"
     )
 
 

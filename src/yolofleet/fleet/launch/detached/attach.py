@@ -154,10 +154,13 @@ def follow(fleet: Fleet, job: str, *, until_begun: bool = False) -> tuple[int, P
 def how_to_go_on(fleet: Fleet, job: str) -> str:
     """Return how to see a run again, and how to stop it."""
     names = ",".join(host.name for host in fleet.hosts)
-    options, argument = ("", "") if names == HERE else (f" --hosts {quoted(names)}", f", hosts={names!r}")
+    words, argument = [job], ""
+    if names != HERE:
+        words, argument = [job, "--hosts", names], f", hosts={names!r}"
     return (
-        f"to see it again: yolofleet fleet attach {quoted(job)}{options}, in Python yolofleet.attach({job!r}{argument}); "
-        f"to save and stop it: yolofleet fleet stop {quoted(job)}{options}"
+        f"to see it again: yolofleet fleet attach {' '.join(map(quoted, words))}, "
+        f"in Python yolofleet.attach({job!r}{argument}); "
+        f"to save and stop it: yolofleet fleet stop {' '.join(map(quoted, words))}"
     )
 
 
