@@ -27,11 +27,13 @@ class Cell:
     Attributes:
         interrupt_at: texts of its output; the cell is interrupted when the first one appears, again at the next one, ...
         restart: restart the kernel before.
+        killed_at: a text of its output; the kernel is killed when it appears, and started again.
     """
 
     code: str
     interrupt_at: tuple[str, ...] = ()
     restart: bool = False
+    killed_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ def run_cell(manager: Any, client: Any, cell: Cell) -> Shown:
             text += content["data"]["text/plain"] + "\n"
         elif kind == "status" and content["execution_state"] == "idle":
             return Shown(text, *error)
+        if cell.killed_at and cell.killed_at in text:
+            manager.restart_kernel(now=True)
+            client.wait_for_ready(timeout=DEADLINE_S)
+            return Shown(text, "killed")
         if waits_for and waits_for[0] in text:
             manager.interrupt_kernel()
             del waits_for[0]

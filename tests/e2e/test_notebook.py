@@ -96,6 +96,31 @@ def test_an_interrupt_saves_and_stops_and_a_second_one_ends_at_once(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_a_run_of_a_killed_kernel_saves_its_state(tmp_path: Path) -> None:
+    data = small_shapes(tmp_path)
+    resume = f"""
+import time
+from yolofleet import Model
+from yolofleet.support.errors import ConfigError
+for _ in range(100):
+    try:
+        Model({str(TINY)!r}).train(resume="runs/train/exp")
+    except ConfigError as problem:  # until the run has saved, it keeps its folder
+        assert "another process is writing into" in problem.what, problem
+        time.sleep(1.0)
+"""
+    killed, resumed = shown(
+        tmp_path,
+        Cell(train(data, epochs=400), killed_at="epoch 2/400: "),
+        Cell(resume, interrupt_at=(" img/s ",)),
+    )
+    assert killed.error == "killed" and resumed.error == "Stopped", resumed
+    assert "resumed after step" in resumed.text
+    assert (tmp_path / "runs/train/exp/logs/rank-0.log").read_text().count("the state was saved") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="host agents run on Linux")
 def test_a_detached_run_survives_interrupts_and_a_new_kernel(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
