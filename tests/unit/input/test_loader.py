@@ -351,13 +351,16 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
 
 
 STOPPED_AT_THE_START = """
-import os, signal
+import os, signal, threading, time
 from yolofleet.data.input.loader import Loader
 from yolofleet.support.errors import Stopped
 from yolofleet.support.system.signals import stoppable
 
 signals = iter([signal.SIGTERM])
-os.register_at_fork(after_in_parent=lambda: [os.kill(os.getpid(), number) for number in signals])
+# in a hook, Python drops exceptions of handlers; another thread takes the signals that the forking thread blocks
+os.register_at_fork(after_in_parent=lambda: [signal.pthread_kill(other.ident, number) or time.sleep(0.2) for number in signals])
+other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+other.start()
 try:
     with stoppable():
         Loader(str, iter(range(10**9)), workers=2, prefetch=2, pin_memory=False)

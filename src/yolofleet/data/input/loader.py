@@ -29,6 +29,7 @@ from yolofleet.data.input.read_ahead import ReadAhead, with_following
 from yolofleet.data.input.shared_buffers import Made, ReceivedBuffers, Sent, fill_buffers, pinned
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import DataError, YolofleetError
+from yolofleet.support.system.signals import deferred
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -78,7 +79,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
         try:
-            with warnings.catch_warnings(), _signals_blocked():
+            with deferred(), warnings.catch_warnings(), _signals_blocked():
                 # DataLoader warns of more processes than cores; the user has chosen that number.
                 warnings.filterwarnings("ignore", "This DataLoader will create")
                 self._items = iter(

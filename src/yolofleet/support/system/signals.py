@@ -57,6 +57,18 @@ def handling(
             signal.signal(number, before)
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let stop signals wait until the end of the block. Python drops an exception of a handler inside a hook of ``os.fork``."""
+    came: list[int] = []
+    try:
+        with handling(lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
+
+
 def _is_ignored(number: int) -> bool:
     """Return whether this process must outlive its terminal, and ``number`` is the signal of a closed terminal."""
     return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN
