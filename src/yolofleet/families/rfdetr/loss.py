@@ -76,12 +76,5 @@ class RfdetrLoss(RtdetrLoss):
 
 def rfdetr_loss(model: Detector, recipe: DetrGains, img: int) -> RtdetrLoss | MaskLoss:
     """Return the loss of a network."""
-    shared = RtdetrHyperparameters(
-        cls_gain=recipe.cls_gain,
-        l1_gain=recipe.l1_gain,
-        giou_gain=recipe.giou_gain,
-        mask_gain=recipe.mask_gain,
-        dice_gain=recipe.dice_gain,
-        denoising=0,
-    )
+    shared = RtdetrHyperparameters(**recipe.model_dump(), denoising=0)
     return with_masks(RfdetrLoss(shared, model.nc), model, shared)

@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save
 from torch import Tensor
 
-from yolofleet.data.datasets.built_in import BUILT_IN
 from yolofleet.families.build import outline
 from yolofleet.families.networks.checked import MAX_CLASSES
-from yolofleet.families.networks.description import ModelDescription, description_from_dict
+from yolofleet.families.networks.description import ModelDescription
 from yolofleet.families.rfdetr.backbone import cubic, resized
 from yolofleet.families.rfdetr.description import PRESETS, RfdetrDescription
-from yolofleet.families.rtdetr.weights_files import json_beside
+from yolofleet.families.rtdetr.weights_files import (
+    OURS,
+    coco_names,
+    holds_state,
+    json_beside,
+    own_description,
+)
 from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickle_machine import PickledObject
 from yolofleet.families.weights.pickles import StoredTensor, TorchFile
@@ -38,12 +42,10 @@ from yolofleet.families.weights.value import (
     class_names,
 )
 from yolofleet.storage.atomic import whole_folder, write_bytes, write_json, writing
-from yolofleet.storage.foreign import read_foreign_text
-from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.errors import CheckpointError
 
 POSITIONS, PATCH = (f"backbone.embeddings.{name}" for name in ("position_embeddings", "projection.weight"))
 MARK = "refpoint_embed.weight"  # a tensor that every file of RF-DETR has
-OURS = "yolofleet"  # key of our description in a config.json that we have written
 COCO_ROWS = [
     i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)
 ]  # its identifiers of classes
@@ -104,11 +106,7 @@ def authors_name(name: str) -> str:
 
 
 def recognises_pth(path: Path) -> bool:
-    try:
-        with TorchFile(path) as file:
-            return _is_ours(_state(file.root))
-    except CheckpointError:  # of a damaged file; the next reader says so
-        return False
+    return holds_state(path, _state)
 
 
 def recognises_safetensors(path: Path) -> bool:
@@ -145,11 +143,7 @@ def read_safetensors(path: Path, description: ModelDescription | None = None) ->
     config = json_beside(path.with_name("config.json"))
     labels, backbone = config.get("id2label"), config.get("backbone_config")
     known = dict(backbone) if isinstance(backbone, dict) else {}
-    if description is None and OURS in config:
-        try:
-            description = description_from_dict(config[OURS], source=str(path))
-        except ConfigError as problem:
-            raise CheckpointError(f"{path}: {problem.what}", hint=problem.hint) from None
+    description = description or own_description(config, str(path))
     _check_config(config, path.with_name("config.json"))
     names = [labels.get(str(i)) for i in range(len(labels))] if isinstance(labels, dict) else None
     return _weights(read_plain(path), description, path, known, names)
@@ -205,9 +199,7 @@ def _weights(
     }
     if of_coco:
         assumed["names"] = f"{path.name} has the 91 identifiers of COCO as classes: its 80 classes are kept"
-        names = [
-            *yaml.safe_load(read_foreign_text(BUILT_IN / "coco.yaml", limit_bytes=1 << 20))["names"].values()
-        ]
+        names = [*coco_names().values()]
     nc = len(rows)
     wanted = description if isinstance(description, RfdetrDescription) else None
     if wanted is not None and not misfits(tensors, wanted, nc):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,7 @@ MAX_CONFIG_BYTES = 16 << 20  # names of 100,000 classes fit
 
 
 def recognises_pth(path: Path) -> bool:
-    try:
-        with TorchFile(path) as file:
-            return bool(_state(file.root))
-    except CheckpointError:  # of a damaged file; the next reader says so
-        return False
+    return holds_state(path, _state)
 
 
 def recognises_safetensors(path: Path) -> bool:
@@ -99,6 +95,33 @@ def _state(root: Any) -> dict[str, StoredTensor]:
     return {}
 
 
+def holds_state(path: Path, state_of: Callable[[Any], Mapping[str, StoredTensor]]) -> bool:
+    """Return whether ``state_of`` finds tensors in a pickled checkpoint; False for a damaged file, which the next reader reports."""
+    try:
+        with TorchFile(path) as file:
+            return bool(state_of(file.root))
+    except CheckpointError:
+        return False
+
+
+def own_description(config: Mapping[str, Any], source: str) -> ModelDescription | None:
+    """Return the description in a ``config.json`` that yolofleet has written; None for another one. Raises CheckpointError."""
+    if OURS not in config:
+        return None
+    try:
+        return description_from_dict(config[OURS], source=source)
+    except ConfigError as problem:
+        raise CheckpointError(f"{source}: {problem.what}", hint=problem.hint) from None
+
+
+def coco_names() -> dict[int, str]:
+    """Return the names of COCO's 80 classes by number."""
+    names: dict[int, str] = yaml.safe_load(read_foreign_text(BUILT_IN / "coco.yaml", limit_bytes=1 << 20))[
+        "names"
+    ]
+    return names
+
+
 def json_beside(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is no such file."""
     if not path.exists():
@@ -122,11 +145,7 @@ def _weights(
     if bias is None or bias.dim() != 1 or not 1 <= len(bias) <= MAX_CLASSES:
         raise CheckpointError(f"{source} is no RT-DETRv2 or D-FINE: it has no class predictions")
     nc, names, size = len(bias), config.get("id2label"), processor.get("size")
-    if description is None and OURS in config:
-        try:
-            description = description_from_dict(config[OURS], source=source)
-        except ConfigError as problem:
-            raise CheckpointError(f"{source}: {problem.what}", hint=problem.hint) from None
+    description = description or own_description(config, source)
     assumed: dict[str, str] = {}
     if description is None:
         family, assumption = _trained_as(state, path) if layout == "dfine" else (layout, "")
@@ -154,7 +173,7 @@ def _weights(
         names = {i: names.get(str(i)) for i in range(nc)}
     elif nc == 80:
         assumed["names"] = f"{path.name} does not name its 80 classes: the names of COCO are assumed"
-        names = yaml.safe_load(read_foreign_text(BUILT_IN / "coco.yaml", limit_bytes=1 << 20))["names"]
+        names = coco_names()
     px = size.get("height") if isinstance(size, dict) else None
     stated = px if type(px) is int and 32 <= px <= 10_000 else None
     strides, extra = outline(description, nc).strides, dict[str, Any]({} if stated else UNSTATED)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # without the working folder on the import path
 WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
-OUTPUT_FOLDERS = ("labels", "crops", "tasks")  # of a prediction, beside its pictures
+OUTPUT_FOLDERS = ("labels", "crops", "tasks")  # that predict makes beside its pictures
 MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
 

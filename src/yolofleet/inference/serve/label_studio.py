@@ -104,7 +104,8 @@ def picture_of(task: Any, what: str, key: str | None, prefix: str, limit_bytes: 
         prefix: value of ``--label-studio-url``.
 
     Raises:
-        DataError: there is none, or it is not a ``data:`` URL and not below ``prefix``, or it cannot be fetched.
+        DataError: the task has no image, its address is neither a ``data:`` URL nor below ``prefix``, or the image cannot be
+            fetched.
     """
     data = task.get("data") if isinstance(task, dict) else None
     values = data if isinstance(data, dict) else {}
@@ -150,7 +151,7 @@ class _NoRedirects(Redirects):
 
 
 def _fetched(address: str, what: str, limit_bytes: int) -> bytes:
-    """Return the content of an address; redirects are not followed. Raise DataError if there is none."""
+    """Return the bytes at an address. Raise DataError if they cannot be fetched, or the address redirects to another one."""
     key = os.environ.get(KEY)
     try:
         with open_url(

@@ -293,7 +293,7 @@ class Service(Closing):
 
 
 def file_of_form(body: bytes, parameters: str) -> bytes:
-    """Return the field ``file`` of a form. Raise DataError if there is none, or several.
+    """Return the bytes of a form's field ``file``. Raise DataError if the form has no such field, or several.
 
     Args:
         parameters: of its Content-Type. RFC 7578 and 2046; the name of the file is not used.

@@ -100,7 +100,7 @@ class RunFolder:
     results_csv = Inside(RESULTS)
     results_json = Inside("results.json")
     report = Inside("report.html")
-    card = Inside("README.md")  # of a training, for model hubs
+    card = Inside("README.md")  # the model card of a training
     report_json = Inside("report.json")  # figures and pictures of the last validation
     weights = Inside("weights")
     checkpoints = Inside(STATES)
