@@ -78,12 +78,12 @@ class MaskShapes(Shapes):
         new = np.flatnonzero(cut.is_cut if view.is_crop else self.rings.counts[kept] > 0)
         if not len(new):
             return moved
-        middle, half = np.split(moved.boxes[new].astype(np.float64) * (1, 1, 0.5, 0.5), 2, axis=1)
-        low = np.maximum(cut.boxes[new, :2], middle - half)
-        high = np.minimum(cut.boxes[new, 2:], middle + half)
-        sides = (high - low) * shown
+        whole, rest = moved.boxes[new].astype(np.float64), cut.boxes[new]
+        middle, half = whole[:, :2], whole[:, 2:] / 2
+        low, high = np.maximum(rest[:, :2], middle - half), np.minimum(rest[:, 2:], middle + half)
+        width, height = ((high - low) * shown).T
         before = _area_in_canvas(self.boxes[kept[new]], at[new], view)
-        shorter, longer = sides.min(axis=1), sides.max(axis=1)
+        shorter, longer = np.minimum(width, height), np.maximum(width, height)
         is_left = (shorter > SMALLEST_SIDE_PX) & (longer < LARGEST_ASPECT * shorter) & moved.has_mask[new]
         is_left &= shorter * longer > SMALLEST_AREA_LEFT * before
         low, high, keep = low[is_left], high[is_left], np.ones(len(moved), bool)
