@@ -5,7 +5,7 @@ N images, P outputs (encoder, then decoder layers), G groups of queries, Q queri
 Each group of each output is matched by itself. A label weighs as much in all groups together as in one output without groups,
 so a step divides by its labels, where the original divides by the mean number of labels of a rank times the groups. The
 original's matching of networks with masks has costs of masks too; see ``mask_loss.py`` for that and for the terms of masks.
-Parity (value and gradient): tests/parity/test_rfdetr_parity.py.
+Parity (value and gradient): tests/parity/test_rfdetr_parity.py (transformers) and test_rfdetr_package.py (rfdetr).
 """
 
 from __future__ import annotations
