@@ -52,12 +52,14 @@ class Arm:
         program: "ours", "older" (another checkout of ours) or "yolov5".
         seeds: seeds 0 to ``seeds - 1``.
         options: added to the command of yolofleet.
+        model: trained from scratch, unless the group is "finetune".
     """
 
     name: str
     program: str
     seeds: int
     options: tuple[str, ...] = ()
+    model: str = "yolov5n"
 
     @property
     def group(self) -> str:
@@ -129,6 +131,8 @@ def code_of(checkout: Path) -> dict[str, Any]:
 class Study:
     """The runs of a study in one work folder."""
 
+    image = IMAGE
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.lock = threading.Lock()
@@ -139,6 +143,18 @@ class Study:
             self.versions["older"] = (
                 rival.version_of(self.python("older"), "yolofleet") or "an older checkout"
             )
+
+    def data(self, arm: Arm) -> Path:
+        """Return the data set of an arm: a YAML file or folder."""
+        return Path(self.args.data).resolve()
+
+    def facts(self, arm: Arm, folder: Path) -> dict[str, Any]:
+        """Return what else the row of a finished run says."""
+        return {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the row of a finished run to the results."""
+        add_row(self.args.results, row)
 
     def checkout(self, program: str) -> Path:
         return Path(self.args.older).resolve() if program == "older" else ROOT
@@ -170,27 +186,27 @@ class Study:
         name = ("--project", str(folder), "--name", "run", "--exist-ok", "--seed", str(seed))
         weights = str(Path(self.args.weights).resolve()) if self.args.weights else ""
         device = ("--device", self.args.device)
-        common = (*IMAGE, "--epochs", str(epochs), *device, "--workers", "0", "--cache", "ram")
-        data = Path(self.args.data).resolve()
+        common = (*self.image, "--epochs", str(epochs), *device, "--workers", "0", "--cache", "ram")
+        data = self.data(arm)
         start = weights if arm.group == "finetune" else ""
         if arm.program == "yolov5":
             shutil.rmtree(run, ignore_errors=True)
-            head = rival.train_command(self.args.rival_python, data, folder, start)
+            head = rival.train_command(self.args.rival_python, data, folder, start, arm.model)
             return [*head, *common, *name]
         head = [self.python(arm.program), "-m", "yolofleet", "train"]
         if any((run / "checkpoints").glob("*.safetensors")):
             return [*head, "--resume", str(run)]
         shutil.rmtree(run, ignore_errors=True)
         # YOLOv5's defaults, unless an arm has another recipe
-        model = ["--weights", start, "--recipe", "scratch-low"] if start else ["--model", "yolov5n"]
+        model = ["--weights", start, "--recipe", "scratch-low"] if start else ["--model", arm.model]
         quiet = ("--threads", "1", "--val-period", "0", "--no-plots")
         return [*head, "--data", str(data), *model, "--batch", "16", *quiet, *common, *name, *arm.options]
 
     def judge_command(self, arm: Arm, folder: Path) -> list[str]:
         last = folder / "run" / "weights" / ("last.pt" if arm.program == "yolov5" else "last.safetensors")
-        data = str(Path(self.args.data).resolve())
+        data = str(self.data(arm))
         return [
-            *(PYTHON, "-m", "yolofleet", "val", "--weights", str(last), "--data", data, *IMAGE),
+            *(PYTHON, "-m", "yolofleet", "val", "--weights", str(last), "--data", data, *self.image),
             *("--device", "cpu", "--threads", "1", "--workers", "0", "--no-plots"),
             *("--project", str(folder), "--name", "val", "--exist-ok", "--json", str(folder / "val.json")),
         ]
@@ -271,8 +287,9 @@ class Study:
         row |= {"commit": trained.get("commit", code["commit"]), "clean": code["clean"] and judge["clean"]}
         row["judge"] = judge["commit"]
         row |= {key: round(trained[key], 1) for key in ("wall_s", "cpu_s")} | {"pieces": trained["pieces"]}
+        row |= self.facts(arm, folder)
         with self.lock:
-            add_row(self.args.results, {**row, "date": time.strftime("%Y-%m-%d")})
+            self.add({**row, "date": time.strftime("%Y-%m-%d")})
         shutil.rmtree(folder / "data", ignore_errors=True)
         print(f"{arm.name} seed {seed}: " + ", ".join(f"{f} {row[f]:.4f}" for f in FIGURES), flush=True)
 
