@@ -169,16 +169,7 @@ def trained(folder: Path, picture: Path, size: Sequence[str]) -> None:
 
     assert yolofleet("data", "make", "shapes", "--out", "shapes", "--images", "640").wait() == 0
     options = [
-        "--model",
-        "yolov5n",
-        "--img",
-        "96",
-        "--batch",
-        "16",
-        "--nominal-batch",
-        "16",
-        "--epochs",
-        "30",
+        *("--model", "yolov5n", "--img", "96", "--batch", "16", "--nominal-batch", "16", "--epochs", "30")
     ]
     options += ["--device", "cpu:2"]
     run = RunFolder(folder / "runs" / "train" / "shapes")

@@ -19,13 +19,8 @@ from typing import Any
 
 FLAGS = (
     *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-        "--hide-scrollbars",
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-sync", "--hide-scrollbars"),
     ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
 )

@@ -44,11 +44,7 @@ def installed_wheel(folder: Path, constraints: list[str]) -> Path:
     limits.write_text("\n".join(constraints), encoding="utf-8")
     pip: list[str | Path] = [
         python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
+        *("-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
         "--constraint",
         limits,
     ]
@@ -67,14 +63,7 @@ def main(dependencies: str, *pytest_options: str) -> int:
     subprocess.run([python, "-c", f"import sys; print('Python', sys.version); {versions}"], check=True)
     command: list[str | Path] = [
         python,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-p",
-        "no:cacheprovider",
+        *("-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"),
     ]
     quick = ["-m", "not slow and not gpu and not cluster and not store"]
     environment = {"OMP_NUM_THREADS": "1"} | {

@@ -61,7 +61,7 @@ SIZED_BY_VALUES = {
     *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::bincount"),
 }
 ALLOCATES_GARBAGE = {
-    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 }
 HALF = (torch.float16, torch.bfloat16)
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::mm", "aten::addmm", "aten::bmm"}

@@ -260,11 +260,7 @@ def _client_config(folder: Path) -> str:
 
 
 def _start_sshd(
-    folder: Path,
-    name: str,
-    namespace: str,
-    disks: Sequence[tuple[str, str]],
-    environment: Mapping[str, str],
+    folder: Path, name: str, namespace: str, disks: Sequence[tuple[str, str]], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     config = folder / f"{name}.sshd_config"
     # bash reads ~/.bashrc in a session of ssh, which may take a second or hang, but not below another shell

@@ -33,13 +33,7 @@ from machines import Lab, Machine, machines, missing  # noqa: E402
 EPOCHS = 80
 ARGS = [
     *SMALL,
-    "--threads",
-    "1",
-    "--reduce",
-    "exact",
-    "--val-period",
-    "0",
-    "--no-plots",
+    *("--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"),
     "--epochs",
     str(EPOCHS),
 ]

@@ -38,10 +38,7 @@ def lab(own_disk: Path) -> Iterator[Lab]:
 
 
 def doctor(
-    lab: Lab,
-    *arguments: str | Path,
-    hosts: str = HOSTS,
-    leave_out: Sequence[str] = ("package-differs",),
+    lab: Lab, *arguments: str | Path, hosts: str = HOSTS, leave_out: Sequence[str] = ("package-differs",)
 ) -> dict[str, dict]:
     """What it finds from the desk, by code; what is in order is left out. So is what follows from somebody editing
     this checkout just now: hosts that were asked at another moment have another package."""

@@ -26,15 +26,7 @@ GIVES_UP_S = 600  # an error if a test reaches it
 HOSTS = "m1:cpu:1,m2:cpu:1"
 ENDLESS = [
     *SMALL,
-    "--epochs",
-    "100000",
-    "--threads",
-    "1",
-    "--val-period",
-    "0",
-    "--no-autoanchor",
-    "--restarts",
-    "0",
+    *("--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor", "--restarts", "0"),
 ]
 DEMO = ["--model", "yolov5n", "--recipe", "demo", "--img", "160", "--batch", "16", "--nominal-batch", "16", "--micro-batch",
         "8", "--epochs", "24", "--restarts", "0"]  # fmt: skip
@@ -197,10 +189,7 @@ def test_the_wrong_card_is_the_first_one_and_is_not_taken(lab: Lab, folder: Path
         "--data",
         small_shapes(folder),
         *SMALL,
-        "--max-steps",
-        "1",
-        "--val-period",
-        "0",
+        *("--max-steps", "1", "--val-period", "0"),
         "--hosts",
         HOSTS,
     ]

@@ -212,12 +212,7 @@ def test_a_port_that_is_taken_at_the_last_moment_is_replaced(lab: Lab, folder: P
         "--data",
         data,
         *SMALL,
-        "--max-steps",
-        "1",
-        "--val-period",
-        "0",
-        "--hosts",
-        "m1:cpu:1,m2:cpu:1",
+        *("--max-steps", "1", "--val-period", "0", "--hosts", "m1:cpu:1,m2:cpu:1"),
     ]
     os.chdir(folder)
     done = lab.desk.run(
@@ -310,13 +305,7 @@ def test_a_command_on_every_host(lab: Lab, folder: Path) -> None:
     command = Command(
         lab,
         folder,
-        "fleet",
-        "run",
-        "--hosts",
-        "m1:2,m2:1,m3:1",
-        "--",
-        "sh",
-        "-c",
+        *("fleet", "run", "--hosts", "m1:2,m2:1,m3:1", "--", "sh", "-c"),
         "echo $PET_NODE_RANK on $(hostname)",
     )
     assert command.end() == 0, command.said

@@ -18,14 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 ENDLESS = [
     *SMALL,
-    "--epochs",
-    "100000",
-    "--threads",
-    "1",
-    "--val-period",
-    "0",
-    "--no-plots",
-    "--no-autoanchor",
+    *("--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-plots", "--no-autoanchor"),
 ]
 QUICK = ("--stall-s", "10", "--timeout-s", "60")
 LONG = ("-m", "length", "--length", "1000:65535")  # as a router drops that does not tell its MTU

@@ -583,9 +583,8 @@ def test_sigterm_in_this_process_saves_the_state(cli, here):
 @needs_linux
 def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
     with training(here, "--device", "cpu:2", "--workers", "1") as (process, run, processes):
-        assert (
-            len(processes) == 8
-        )  # launcher, agent, its fork server and tracker, two ranks, a loader process each
+        # launcher, agent, its fork server and tracker, two ranks, a loader process each
+        assert len(processes) == 8
         process.kill()
         process.wait()
         assert all_gone(processes)

@@ -144,10 +144,8 @@ def test_decode_finds_what_headers_do_not_show(data, tmp_path):
     assert done.code == 3
     assert "images/train/t1.jpg: decoder warning: Corrupt JPEG data" in done.out
     assert "images/train/t2.jpg: cannot be decoded -> stops a training" in done.out
-    assert (
-        "image-undecodable stops a training 1 0" in done.words
-        and "image-damaged used as it is 1 0" in done.words
-    )
+    assert "image-undecodable stops a training 1 0" in done.words
+    assert "image-damaged used as it is 1 0" in done.words
     (root / "images" / "train" / "t2.jpg").unlink()
     assert data("check", "set", "--decode").code == 0  # a complaint loses nothing
 
@@ -222,10 +220,8 @@ def test_figures_are_those_worked_by_hand(tmp_path, monkeypatch):
     assert found.narrow[640] == 0.2 and found.narrow[1280] == 0.0 and found.narrow[320] == 0.2
     told = "\n".join(advice(found))
     assert "at --img 640, 20.0% of the labels are less than 8 px wide or high" in told
-    assert (
-        "1 classes without a label: bird" in told
-        and "2 classes with fewer than 20 labels: cat 3, dog 2" in told
-    )
+    assert "1 classes without a label: bird" in told
+    assert "2 classes with fewer than 20 labels: cat 3, dog 2" in told
     assert figures(index, 320).small == 3
 
 
@@ -268,25 +264,13 @@ def test_advice_on_the_training_size(tmp_path, monkeypatch):
 def test_convert_says_what_it_wrote(data, tmp_path):
     two_splits(tmp_path / "set")
     done = data("convert", "set", "--to", "coco", "--out", "made/coco")
-    assert (
-        "train 6 6" in done.words
-        and "val 2 2" in done.words
-        and f"{Path('made/coco/data.yaml')} (hard links)" in done.out
-    )
+    assert "train 6 6" in done.words
+    assert "val 2 2" in done.words
+    assert f"{Path('made/coco/data.yaml')} (hard links)" in done.out
     assert data("check", "made/coco").code == 0
     done = data(
-        "convert",
-        "made/coco",
-        "--to",
-        "voc",
-        "--out",
-        "voc",
-        "--splits",
-        "val",
-        "--names",
-        "dog",
-        "--images",
-        "copy",
+        *("convert", "made/coco", "--to", "voc", "--out", "voc", "--splits", "val", "--names", "dog"),
+        *("--images", "copy"),
     )
     assert list(load_dataset("voc").splits) == ["val"] and load_dataset("voc").names == ("dog",)
     done = data("convert", "set", "--to", "voc", "--out", "voc")

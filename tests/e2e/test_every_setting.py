@@ -195,7 +195,7 @@ ELSEWHERE = {
     "quiet": "e2e/test_quiet_and_json.py",
 }
 WITHOUT_TEST = {  # what they call has a test
-    "min_devices": "counted in LaunchAttempts._are_enough, which needs hosts that are lost",
+    "min_devices": "counted in LaunchAttempts._are_enough, which needs hosts that are lost"
 }
 MINE = """
 from yolofleet import Callback, TrainingRecipe
@@ -409,12 +409,7 @@ def test_a_space_of_another_family_is_refused_before_the_study(
         str(root / "set"),
         "--cfg",
         str(TINY),
-        "--img",
-        "64",
-        "--batch",
-        "4",
-        "--device",
-        "cpu",
+        *("--img", "64", "--batch", "4", "--device", "cpu"),
     ]
     assert main([*words, "--space", "space.yaml", "--trials", "1", "--epochs", "1"]) == 2
     assert "cls_gain belongs to ppyoloe" in capsys.readouterr().err

@@ -34,18 +34,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ENGINE, reason=f"no engin
 def contained(folder: Path, *command: str) -> str:
     """Run a command of the image in a container without rights, network or a writable file system, and return its output."""
     rights = [
-        "--network=none",
-        "--read-only",
-        "--tmpfs=/tmp",
-        "--cap-drop=all",
+        *("--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=all"),
         "--security-opt=no-new-privileges",
     ]
     done = subprocess.run(
         [
             ENGINE,
-            "run",
-            "--rm",
-            "--init",
+            *("run", "--rm", "--init"),
             "--shm-size=1g",
             *rights,
             f"--volume={folder}:/data",

@@ -70,12 +70,7 @@ def again(home: Path) -> Words:
         "--cfg",
         home / "tiny.yaml",
         *SMALL[2:],
-        "--epochs",
-        "2",
-        "--threads",
-        "1",
-        "--device",
-        "cpu",
+        *("--epochs", "2", "--threads", "1", "--device", "cpu"),
     ]
     return ["train", "--data", data(home), *own]
 

@@ -68,9 +68,8 @@ def assert_equal(found: list[Any], others: list[Any]) -> None:
     ):
         assert number == other and score == pytest.approx(other_score, abs=1e-3)
         assert list(box) == pytest.approx(list(other_box), abs=0.05)
-        assert (mask & other_mask).sum() >= 0.999 * (
-            mask | other_mask
-        ).sum() and mask.shape == other_mask.shape
+        assert (mask & other_mask).sum() >= 0.999 * (mask | other_mask).sum()
+        assert mask.shape == other_mask.shape
 
 
 @pytest.mark.parametrize(("name", "conf"), [("yolov5n-seg", 0.25), ("dfine-toy-seg", 0.02)])
@@ -97,10 +96,7 @@ def test_programs_without_yolofleet_find_the_boxes_and_masks_that_predict_finds(
             assert done.code == 0, done.err
             results[file] = expected(tmp_path / "runs/predict" / file)
     assert_equal(results["best-seg.safetensors"]["square"], results["best-seg.onnx"]["square"])
-    for file, program in (
-        ("best-seg.onnx", PROGRAM),
-        ("best-seg_openvino", with_openvino(PROGRAM)),
-    ):
+    for file, program in (("best-seg.onnx", PROGRAM), ("best-seg_openvino", with_openvino(PROGRAM))):
         ran(tmp_path, sys.executable, "-c", program + SAVE.format(pictures=list(PICTURES), conf=conf))
         for picture in PICTURES:
             with np.load(tmp_path / f"{picture}.npz") as arrays:

@@ -153,13 +153,7 @@ def test_the_sdist_installs_and_trains_without_a_c_compiler(
     sdist, _ = built
     pip = (
         clean_python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--force-reinstall",
-        "--no-deps",
-        "--no-cache-dir",
+        *("-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", "--no-cache-dir"),
     )
     run(*pip, sdist, cwd=tmp_path, CC="/bin/false")
     installed = Path(

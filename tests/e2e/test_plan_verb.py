@@ -26,11 +26,8 @@ def test_a_probe_and_a_plan_from_it(tmp_path: Path) -> None:
         assert probed.code == 0, probed.err
         probe = read_probe(tmp_path / "p.json")
         assert probe.devices == 2 and probe.on_cpu and probe.model == TINY.stem and probe.img == 64
-        assert [one.bytes for one in probe.sums_inside] == [
-            64 << 10,
-            1 << 20,
-            4 << 20,
-        ] and not probe.sums_between
+        assert [one.bytes for one in probe.sums_inside] == [64 << 10, 1 << 20, 4 << 20]
+        assert not probe.sums_between
         assert probe.sums_inside[0].ranks == 2 and probe.cached_s <= probe.load_s and probe.start_s > 0
         assert not [
             path for path in tmp_path.rglob("*") if "yolofleet-probe" in path.name or path.name == "runs"

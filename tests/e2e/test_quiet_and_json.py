@@ -84,8 +84,7 @@ def is_plain(done: Outcome) -> bool:
 
 
 @pytest.mark.parametrize(
-    "verb",
-    [pytest.param(verb, marks=pytest.mark.slow if verb == "data check" else ()) for verb in QUIET],
+    "verb", [pytest.param(verb, marks=pytest.mark.slow if verb == "data check" else ()) for verb in QUIET]
 )
 def test_quiet_leaves_only_the_result(folder: Path, verb: str) -> None:
     words, lines = QUIET[verb]
@@ -170,12 +169,8 @@ def test_the_status_of_a_run_is_shown_while_it_lasts(folder: Path) -> None:
         run.communicate()
     assert run.returncode == 75
     assert [rank["rank"] for rank in ranks] == [0, 1] and all(rank["memory_gib"] for rank in ranks)
-    assert "watched: 2 ranks on 1 host, step " in shown[0] and shown[1].split()[:4] == [
-        "rank",
-        "host",
-        "device",
-        "phase",
-    ]
+    assert "watched: 2 ranks on 1 host, step " in shown[0]
+    assert shown[1].split()[:4] == ["rank", "host", "device", "phase"]
     assert len(shown) == 4
     with working_in(folder):
         after = called("fleet", "status", "runs/train/watched")

@@ -26,16 +26,8 @@ FLAGS_OF_OTHERS = {
         "--allow-lossy",  # of panlabel
         "--save-media",  # of datum
         *("--repo-type", "--local-dir"),  # of hf
-        "--nnodes",
-        "--node_rank",
-        "--nproc_per_node",
-        "--master_addr",
-        "--master_port",
-        "--use_env",
-        "--log-dir",
-        "--standalone",
-        "--rdzv-backend",
-        "--max-restarts",
+        *("--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--use_env"),
+        *("--log-dir", "--standalone", "--rdzv-backend", "--max-restarts"),
     ),  # torchrun
     *("--requeue", "--no-kill", "--kill-on-bad-exit", "--wait", "--start", "--cpus-per-task"),  # SLURM
     *("--ipc", "--shm-size", "--gpus", "--pid", "--build-arg"),  # docker, py-spy

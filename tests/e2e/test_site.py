@@ -50,12 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--config-file",
-            "docs/site/mkdocs.yml",
+            *("-m", "mkdocs", "build", "--strict", "--config-file", "docs/site/mkdocs.yml"),
             "--site-dir",
             folder,
         ],

@@ -31,11 +31,7 @@ def run(folder: Path) -> Path:
             steps,
             "--seed",
             seed,
-            "--save-every",
-            "1steps",
-            "--name",
-            "used",
-            "--exist-ok",
+            *("--save-every", "1steps", "--name", "used", "--exist-ok"),
         )
         in_ranks(folder, 1, *train_args(data, *map(str, args)))
     return folder / "runs" / "train" / "used"

@@ -87,9 +87,8 @@ def test_weights_of_ours_are_told_with_their_training(weights, ours):
     assert (facts["family"], facts["model"], facts["classes"]) == ("yolov5", "yolov5n", 3)
     assert facts["names"] == ["cat", "dog", "a bird"] and facts["img_px"] == 64
     assert facts["training"] == {"epoch": 4, "best.mAP50": 0.5}
-    assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6] and facts["tensors"] == len(
-        facts["shapes"]
-    )
+    assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6]
+    assert facts["tensors"] == len(facts["shapes"])
     text = weights("inspect", ours).out
     assert "training     best.mAP50 0.5, epoch 4" in text and "cat, dog, a bird" in text
 

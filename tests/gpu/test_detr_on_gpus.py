@@ -90,17 +90,10 @@ def test_predictions_are_those_of_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_two_hundred_steps_in_mixed_precision_are_finite(tmp_path: Path, name: str, precision: str) -> None:
     argv = [
-        "train",
-        "--data",
-        "shapes:64",
+        *("train", "--data", "shapes:64"),
         "--model",
         name,
-        "--img",
-        "320",
-        "--batch",
-        "8",
-        "--nominal-batch",
-        "8",
+        *("--img", "320", "--batch", "8", "--nominal-batch", "8"),
     ]
     argv += ["--epochs", "25", "--val-period", "25", "--no-plots", "--device", ONE, "--precision", precision]
     out = yolofleet(tmp_path, *argv, "--name", "run").out

@@ -115,12 +115,7 @@ def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, preci
         ("--optimizer", "Adam"),
         ("--optimizer", "AdamW"),
         ("--precision", "bf16"),
-        (
-            "--set",
-            "size_low=0.5",
-            "--set",
-            "size_high=1.5",
-        ),
+        ("--set", "size_low=0.5", "--set", "size_high=1.5"),
         ("--freeze", "backbone"),
     ],
     ids=" ".join,

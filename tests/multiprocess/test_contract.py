@@ -115,11 +115,7 @@ def test_shares_measure_each_rank_although_first_steps_have_one_micro_batch(fold
     ],
 )
 def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str) -> None:
-    more = [
-        "--optimizer",
-        optimizer,
-        *(["--set", "lr0=0.001"] if optimizer != "SGD" else []),
-    ]
+    more = ["--optimizer", optimizer, *(["--set", "lr0=0.001"] if optimizer != "SGD" else [])]
     more += FAMILIES[family]
     case = f"{family} {optimizer}"
     alone = trained(folder, f"{case} alone", 20, *ALONE, *more)
@@ -137,10 +133,7 @@ def test_killed_three_times_and_resumed_on_fewer_processes_gives_the_hash_of_one
         folder / "shapes" / "data.yaml",
         *YOLOV5,
         *JOB,
-        "--epochs",
-        "4",
-        "--save-every",
-        "1steps",
+        *("--epochs", "4", "--save-every", "1steps"),
     ]
     kill_chain(folder, args, random.Random(11), steps=range(1, 4))
 
@@ -152,10 +145,7 @@ def test_killed_three_times_at_the_size_of_the_demo(folder: Path) -> None:
         "--data",
         folder / "demo" / "data.yaml",
         *DEMO_JOB,
-        "--reduce",
-        "exact",
-        "--save-every",
-        "37steps",
+        *("--reduce", "exact", "--save-every", "37steps"),
     ]
     kill_chain(folder, args, random.Random(5), steps=range(80, 300), name="demo")
 

@@ -116,16 +116,8 @@ def test_images_with_more_labels_than_predictions_are_reported_once(folder: Path
     with working_in(folder):
         done = called(
             *run,
-            "--batch",
-            "3",
-            "--micro-batch",
-            "1",
-            "--model",
-            "dfine-toy",
-            "--device",
-            "cpu",
-            "--name",
-            "crowd",
+            *("--batch", "3", "--micro-batch", "1", "--model", "dfine-toy", "--device", "cpu"),
+            *("--name", "crowd"),
         )
     assert done.code == 0, done.err
     said = "2 of 3 train images have more labels (up to 30) than the 20 predictions that dfine-toy makes"

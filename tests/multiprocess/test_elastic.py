@@ -187,11 +187,7 @@ def test_a_script_that_trains_twice_goes_on_with_the_second_run(place: Path) -> 
     (place / "twice.py").write_text(TWO_RUNS)
     (place / "fast").unlink(missing_ok=True)
     torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts=1",
-        "--nproc-per-node=1",
+        *("-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=1"),
         "twice.py",
     ]
     runs = place / "runs" / "train"

@@ -55,17 +55,9 @@ def test_six_images_are_one_batch_of_an_epoch_on_every_fleet(folder: Path) -> No
         short = called(
             "train",
             *DATA,
-            "--epochs",
-            "3",
-            "--name",
-            "short",
+            *("--epochs", "3", "--name", "short"),
             *RUN,
-            "--device",
-            "cpu",
-            "--micro-batch",
-            "3",
-            "--max-steps",
-            "1",
+            *("--device", "cpu", "--micro-batch", "3", "--max-steps", "1"),
         )
         assert short.code == 0, short.err
         again = called("train", "--resume", "runs/train/short", "--max-steps", "0")
@@ -93,12 +85,7 @@ def test_a_signal_ends_a_step_that_takes_minutes(folder: Path) -> None:
         "--name",
         "long",
         *RUN,
-        "--device",
-        "cpu",
-        "--nominal-batch",
-        "12000",
-        "--set",
-        "warmup_epochs=0",
+        *("--device", "cpu", "--nominal-batch", "12000", "--set", "warmup_epochs=0"),
     ]
     with started(folder, *argv, "--epochs", "2000000") as run:
         status = folder / "runs/train/long/logs/status.json"
@@ -117,17 +104,8 @@ def test_a_micro_batch_above_the_recipe_for_few_images_still_trains(tmp_path: Pa
     """The recipe for few images has steps of 8; a user's micro-batch of 16 must not leave them empty."""
     data = small_shapes(tmp_path, images=20, val_images=4)
     start = [
-        "--img",
-        "64",
-        "--threads",
-        "1",
-        "--workers",
-        "0",
-        "--no-plots",
-        "--device",
-        "cpu",
-        "--epochs",
-        "1",
+        *("--img", "64", "--threads", "1", "--workers", "0", "--no-plots", "--device", "cpu"),
+        *("--epochs", "1"),
     ]
     with working_in(tmp_path):
         for argv in (["--model", "dfine-n", "--name", "a", "--max-steps", "1", "--batch", "8"],):

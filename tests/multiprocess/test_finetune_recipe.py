@@ -37,11 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def images_of_a_step(folder: Path, name: str, *words: str) -> tuple[int, str, str]:
     """Train from the weights; return the images of a step, the output, and the hash of the weights."""
     argv = [
-        "train",
-        "--data",
-        "set/new.yaml",
-        "--weights",
-        "start.safetensors",
+        *("train", "--data", "set/new.yaml", "--weights", "start.safetensors"),
         "--name",
         name,
         *RUN,
@@ -80,11 +76,7 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
     longer = ("--epochs", "12", "--val-period", "0")
     _, _, undisturbed = images_of_a_step(folder, "undisturbed", "--device", "cpu", *longer)
     argv = [
-        "train",
-        "--data",
-        "set/new.yaml",
-        "--weights",
-        "start.safetensors",
+        *("train", "--data", "set/new.yaml", "--weights", "start.safetensors"),
         *RUN,
         *longer,
         "--device",

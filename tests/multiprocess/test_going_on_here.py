@@ -121,10 +121,7 @@ def test_a_run_does_not_go_on_with_a_device_that_failed(
         "--data",
         data,
         *RUN,
-        "--recipe-class",
-        "failing.py:Failing",
-        "--restarts",
-        "3",
+        *("--recipe-class", "failing.py:Failing", "--restarts", "3"),
     ]
     if device == "cpu":
         failed = in_ranks(tmp_path, 1, *own, code=6)
@@ -146,13 +143,8 @@ def test_a_torchrun_of_the_user_that_restarts_its_workers_continues_the_run(tmp_
     data = small_shapes(tmp_path)
     yolofleet(tmp_path, "train", "--data", data, *ARGS, *epochs, "--device", "cpu", "--name", "quiet")
     torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-        "-m",
-        "yolofleet",
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"),
+        *("-m", "yolofleet"),
     ]
     own = ["--device", "cpu", "--save-every", "1steps", "--name", "restarted"]
     args = ["train", "--data", data, *ARGS, *epochs, *own]

@@ -150,7 +150,7 @@ def mlflow_rows(run: Path, server: str = "") -> Rows:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
-    **{"tensorboard": tensorboard_rows, "wandb": wandb_rows, "mlflow": mlflow_rows},
+    **{"tensorboard": tensorboard_rows, "wandb": wandb_rows, "mlflow": mlflow_rows}
 }
 STORES = {"wandb": "wandb/offline-run-*"}
 

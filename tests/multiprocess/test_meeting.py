@@ -130,10 +130,7 @@ def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, 
         total, name = (tmp_path / f"end-{rank}").read_text().split()
         assert total == "3" and name.startswith(chosen)
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    assert said == [
-        "ranks have different kinds of devices: all reductions use gloo\n" if differ else "",
-        "",
-    ]
+    assert said == ["ranks have different kinds of devices: all reductions use gloo\n" if differ else "", ""]
 
 
 class Published:

@@ -26,10 +26,7 @@ def test_everything_passes_on_the_miniature_accelerator(marks: str, tmp_path: Pa
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
+            *("-m", "pytest", "-p", "no:cacheprovider"),
             "--basetemp",
             tmp_path / "t",
             "-m",

@@ -62,14 +62,7 @@ def bad_tensors(run: Path) -> list[str]:
 
 # 15 steps; the faults are those of FAULTY
 EXACT = [
-    "--reduce",
-    "exact",
-    "--epochs",
-    "6",
-    "--save-every",
-    "2steps",
-    "--val-period",
-    "0",
+    *("--reduce", "exact", "--epochs", "6", "--save-every", "2steps", "--val-period", "0"),
     "--no-autoanchor",
 ]
 TWICE = "overflow:3,8"
@@ -171,16 +164,8 @@ def test_a_rollback_without_a_checkpoint_ends_the_run(folder: Path, data: Path) 
 def test_a_run_that_diverges_ends_after_a_few_rollbacks(folder: Path, data: Path) -> None:
     args = [
         *EXACT,
-        "--set",
-        "warmup_epochs=0",
-        "--set",
-        "box=1e25",
-        "--save-every",
-        "1steps",
-        "--nominal-batch",
-        "4",
-        "--batch",
-        "4",
+        *("--set", "warmup_epochs=0", "--set", "box=1e25", "--save-every", "1steps"),
+        *("--nominal-batch", "4", "--batch", "4"),
     ]
     args += ["--set", "lr0=1e-9", "--name", "diverges", "--on-nan", "rollback"]
     said = yolofleet(folder, *train_args(data, *args), code=5).err

@@ -54,10 +54,7 @@ def test_a_rank_that_is_slow_for_a_while_changes_shares_and_not_one_bit(tmp_path
         *RUN,
         "--name",
         run.name,
-        "--device",
-        "cpu:2",
-        "--shares",
-        "auto",
+        *("--device", "cpu:2", "--shares", "auto"),
     ]
     with started(tmp_path, *job, err=subprocess.STDOUT, out=subprocess.DEVNULL) as process:
         try:

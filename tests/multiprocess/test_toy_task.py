@@ -51,14 +51,12 @@ def test_its_metric_chooses_the_best_weights_and_has_a_column(one: Path) -> None
     overlaps = [float(row[header.index("metrics/overlap")]) for row in rows]
     figures, best = results(one)["metrics"], results(one)["best"]
     assert figures["overlap"] == pytest.approx(overlaps[-1], abs=1e-5) and 0 < overlaps[-1] < 1
-    assert best["epoch"] == 1 + int(np.argmax(overlaps)) and best["fitness"] == pytest.approx(
-        max(overlaps), abs=1e-5
-    )
+    assert best["epoch"] == 1 + int(np.argmax(overlaps))
+    assert best["fitness"] == pytest.approx(max(overlaps), abs=1e-5)
     assert not any("mAP" in name for name in header) and (one / "plots" / "results.png").is_file()
     run = read_run(RunFolder(one))
-    assert run["best"]["epoch"] == best["epoch"] and run["best"]["main"] == pytest.approx(
-        best["fitness"], abs=1e-5
-    )
+    assert run["best"]["epoch"] == best["epoch"]
+    assert run["best"]["main"] == pytest.approx(best["fitness"], abs=1e-5)
     assert run["task"]["main"] == "overlap" and run["figures"]["per_class"]
 
 
@@ -78,18 +76,14 @@ def test_it_validates_and_predicts_circles(folder: Path, one: Path) -> None:
             weights,
             "--source",
             picture,
-            "--conf",
-            "0",
-            "--img",
-            "64",
+            *("--conf", "0", "--img", "64"),
             *CODE,
         ]
         found = called(*predict, "--json", "-")
         assert found.code == 0, found.err
         (image,) = json.loads(found.out)
-        assert len(image["detections"]) == 8 and all(
-            len(one["circle_px"]) == 3 for one in image["detections"]
-        )
+        assert len(image["detections"]) == 8
+        assert all(len(one["circle_px"]) == 3 for one in image["detections"])
         unknown = called("val", "--weights", weights, *DATA)
         assert unknown.code == 3 and "--recipe-class" in unknown.err
 

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import commands
 import pytest
-from commands import (
-    SIZES,
-    YOLOV5N,
-    free_port,
-    in_ranks,
-    killed_at_step,
-    ran,
-    results,
-    yolofleet,
-)
+from commands import SIZES, YOLOV5N, free_port, in_ranks, killed_at_step, ran, results, yolofleet
 
 from yolofleet.families.weights.format import read_tensors, tensors_sha256
 from yolofleet.runs.report.folder import RunFolder
@@ -161,9 +152,6 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
 
 @pytest.mark.slow
 def test_sync_batchnorm_and_unequal_shares_train(folder: Path, data: Path) -> None:
-    for name, more in (
-        ("sync and shares", ["--sync-bn", "--shares", "3,1"]),
-        ("idle", ["--shares", "1,0"]),
-    ):
+    for name, more in (("sync and shares", ["--sync-bn", "--shares", "3,1"]), ("idle", ["--shares", "1,0"])):
         yolofleet(folder, *train_args(data, "--device", "cpu:2", "--max-steps", "3", "--name", name, *more))
         assert results(folder / "runs" / "train" / name)["steps"] == 3

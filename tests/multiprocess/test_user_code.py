@@ -194,14 +194,7 @@ def test_a_study_trains_the_own_parts_and_goes_on_with_them(folder: Path) -> Non
     study = [
         "tune",
         *OWN_RUN[1:],
-        "--epochs",
-        "1",
-        "--space",
-        "space.yaml",
-        "--trials",
-        "1",
-        "--device",
-        "cpu",
+        *("--epochs", "1", "--space", "space.yaml", "--trials", "1", "--device", "cpu"),
     ]
     yolofleet(folder, *study)
     run = folder / "runs" / "tune" / "exp"

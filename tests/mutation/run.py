@@ -124,13 +124,7 @@ class Copy:
         """
         argv = [
             str(self.folder / ".venv/bin/python"),
-            "-m",
-            "pytest",
-            "-x",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
+            *("-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider"),
         ]
         variables = {"OMP_NUM_THREADS": "1", "YOLOFLEET_REFERENCE": str(ROOT.parent / "shared")}
         # a PYTHONPATH that names the checkout would hide the copy

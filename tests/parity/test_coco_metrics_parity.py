@@ -14,10 +14,7 @@ from yolofleet.tasks.boxes.matching import match_detections
 
 def figures_of(everything: DetectionSet) -> CocoMetrics:
     records = match_detections(
-        everything.labels,
-        everything.found,
-        classes=everything.classes,
-        images_seen=len(everything.image_ids),
+        everything.labels, everything.found, classes=everything.classes, images_seen=len(everything.image_ids)
     )
     return summarize(records, [str(c) for c in range(everything.classes)])
 

@@ -173,9 +173,8 @@ def test_the_tensors_of_other_classes_are_new_and_named(name):
     fresh = [key for key, t in after.items() if t.shape != before[key].shape]
     heads = ("decoder.denoising_class_embed", "decoder.enc_score_head", "decoder.dec_score_head")
     assert len(fresh) == 1 + 2 * 4 and all(key.startswith(heads) for key in fresh)
-    assert f"{preset(name).name} for 3 classes, 4 here: " in said and all(
-        f"{key} (" in said for key in fresh[:6]
-    )
+    assert f"{preset(name).name} for 3 classes, 4 here: " in said
+    assert all(f"{key} (" in said for key in fresh[:6])
     assert all(torch.equal(t, before[key]) for key, t in after.items() if key not in fresh)
 
 

@@ -117,8 +117,7 @@ def test_tensor_names_and_shapes_are_the_originals(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n.endswith(("_s", "_m")) else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+    "name", [n if n.endswith(("_s", "_m")) else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
 def test_outputs_are_the_originals(name, outputs):
     model = perturbed(by_formula(name, FACTS["models"][name]["gain"]))

@@ -435,9 +435,8 @@ def test_a_file_that_cannot_be_read_stops_no_other(
     copier.copy(is_last=False)
     copier.copy(is_last=True)
     assert name in stored(run) and "weights/last.safetensors" not in stored(run)
-    assert (
-        len(messages.said("warning")) == 1 and "last.safetensors is not copied" in messages.said("warning")[0]
-    )
+    assert len(messages.said("warning")) == 1
+    assert "last.safetensors is not copied" in messages.said("warning")[0]
 
 
 def test_what_the_last_holder_still_writes_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,15 +105,7 @@ def test_commands_of_the_guides_are_understood(cli, line, expected):
 def test_a_dry_run_says_what_would_run(cli, tmp_path):
     (tmp_path / "a.yaml").write_text("model: yolov5n\nbatch: 32\n")
     argv = [
-        "train",
-        "--config",
-        "a.yaml",
-        "--data",
-        "shapes",
-        "--device",
-        "cpu:2",
-        "--set",
-        "lr0=0.02",
+        *("train", "--config", "a.yaml", "--data", "shapes", "--device", "cpu:2", "--set", "lr0=0.02"),
         "--cos-lr",
     ]
     code, out, err = cli(*argv, "--dry-run")
@@ -507,13 +499,7 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
     argv += [
         str(ROOT / "train.py"),
-        "--batch",
-        "64",
-        "--data",
-        "shapes",
-        "--cfg",
-        "yolov5s.yaml",
-        "--dry-run",
+        *("--batch", "64", "--data", "shapes", "--cfg", "yolov5s.yaml", "--dry-run"),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)

@@ -40,15 +40,10 @@ def test_the_command_answers_and_ends_at_a_signal(weights: Path, exported: bool)
         weights = weights.with_suffix(".onnx")
     argv = [
         sys.executable,
-        "-m",
-        "yolofleet",
-        "serve",
+        *("-m", "yolofleet", "serve"),
         "--weights",
         weights.name,
-        "--port",
-        "0",
-        "--device",
-        "cpu",
+        *("--port", "0", "--device", "cpu"),
     ]
     server = subprocess.Popen(
         argv, cwd=weights.parent, env=environment(weights.parent), stdout=subprocess.PIPE, stderr=subprocess.PIPE,

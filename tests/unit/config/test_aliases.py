@@ -122,9 +122,8 @@ def test_renamed_flags_say_their_new_name_once(verb, line, becomes, note):
 
 def test_flags_win_over_a_configuration_of_paddledetection_wherever_they_stand():
     for line in ("--epochs 3 -c ppyoloe_crn_s_300e_coco.yml", "-c ppyoloe_crn_s_300e_coco.yml --epochs 3"):
-        assert words("train", line)[0].startswith("--model=ppyoloe-s ") and words("train", line)[0].endswith(
-            "--epochs=3"
-        )
+        assert words("train", line)[0].startswith("--model=ppyoloe-s ")
+        assert words("train", line)[0].endswith("--epochs=3")
 
 
 @pytest.mark.parametrize(

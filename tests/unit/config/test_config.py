@@ -653,10 +653,7 @@ def test_a_random_configuration_survives_the_round_trip(tmp_path):
         for _ in range(20):
             values: dict[str, str | bool] = {}
             for name, field in model.model_fields.items():
-                if field.annotation is str and name not in (
-                    "device",
-                    "on_nan",
-                ):
+                if field.annotation is str and name not in ("device", "on_nan"):
                     values[name] = "".join(
                         draw.choices("aé'\"#:&*!|>%@` \\{}[],-0123.e", k=draw.randint(0, 8))
                     )
@@ -794,10 +791,7 @@ def test_a_dry_run_of_a_resume_refuses_to_compile_several_image_sizes(run):
 def test_a_longer_run_and_another_place_of_the_data_are_allowed_and_said(run):
     config, _ = resolve_train({"resume": str(run(epochs=7)), "epochs": "9", "data": "e.yaml"})
     assert (config.value.epochs, config.value.data) == (9, "e.yaml")
-    assert config.notes == (
-        "--data changes from d.yaml to e.yaml",
-        "--epochs changes from 7 to 9",
-    )
+    assert config.notes == ("--data changes from d.yaml to e.yaml", "--epochs changes from 7 to 9")
 
 
 def test_a_run_with_a_default_micro_batch_may_be_told_the_one_that_its_version_had(run):

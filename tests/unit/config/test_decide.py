@@ -158,9 +158,8 @@ def test_a_choice_that_rules_out_the_recipe_for_few_images_is_named(given: dict[
         f"dfine-few, for new classes from weights on fewer than 1,000 images, is not used because of {words} (command line)"
         in note
     )
-    assert (
-        decided("dfine-s", 50, new_classes=True, recipe="dfine", **given).notes == ()
-    )  # the user named a recipe
+    # the user named a recipe
+    assert decided("dfine-s", 50, new_classes=True, recipe="dfine", **given).notes == ()
 
 
 def test_a_run_that_is_started_again_keeps_what_it_decided() -> None:

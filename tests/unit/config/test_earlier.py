@@ -97,9 +97,8 @@ def test_a_default_of_an_earlier_setting_has_no_effect_and_a_note(name: str) -> 
     value = EARLIER[name].default
     if value != () and value != "":
         given, notes = parsed(*typed(name, value))
-        assert not given and notes == [
-            f"note: {' '.join(typed(name, value))} has no effect: it is the default"
-        ]
+        assert not given
+        assert notes == [f"note: {' '.join(typed(name, value))} has no effect: it is the default"]
     (note,) = resolve_train({**MINIMAL, name: value}, source="a call")[0].notes
     assert note.startswith(f"{name} ") and "(a call) has no effect" in note
 

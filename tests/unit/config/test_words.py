@@ -63,10 +63,8 @@ def test_the_flags_of_newcomers(tmp_path: Path) -> None:
 def test_models_of_other_families_are_named_as_such(name: str) -> None:
     for flag in ("--model", "--weights"):
         found = called("train", "--data", "shapes", flag, name, "--dry-run")
-        assert found.code in (
-            2,
-            3,
-        ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2, D-FINE and RF-DETR" in text_of(found)
+        assert found.code in (2, 3)
+        assert "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2, D-FINE and RF-DETR" in text_of(found)
         assert ("--weights dfine-n --model dfine-n-seg" in text_of(found)) == ("seg" in name)
 
 

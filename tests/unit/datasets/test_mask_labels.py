@@ -367,9 +367,8 @@ def test_a_check_counts_what_is_wrong_with_masks(tmp_path: Path, masked: Path) -
     # label 3 has none; the third part of the first ring ends within its box; the last mask has 3 pixels of 16 x 16 px at 640 px
     index = index_of(masked, masks=True)
     assert mask_counts(index) == dict(zip(MASK_COUNTS, (1, 0, 0), strict=True))
-    assert (
-        index.totals_text() == "train: 2 images, 4 labels, 1 crowd region, 1 label without a mask"
-    )  # of a training
+    # of a training
+    assert index.totals_text() == "train: 2 images, 4 labels, 1 crowd region, 1 label without a mask"
     assert MASK_COUNTS[0] not in index_of(masked).totals()
     moved = index_of(masked, masks=True).with_rows(np.arange(5) != 3)
     moved.boxes_cxcywh_unit[0, 2] /= 2

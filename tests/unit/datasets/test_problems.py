@@ -305,9 +305,7 @@ PAINTED = (
 BOXED, MAYBE = {"corners-boxed": 1}, {"polygons-or-poses": 1}
 ROWS: dict[str, Row] = {
     "image-missing": Row(
-        damage=lambda made: made.image_file("c").unlink(),
-        but_not=OF_FOLDERS,
-        totals=NO_IMAGE,
+        damage=lambda made: made.image_file("c").unlink(), but_not=OF_FOLDERS, totals=NO_IMAGE
     ),
     "image-unreadable": Row(damage=image_of(b"no image"), totals=NO_IMAGE),
     "image-unread": Row(
@@ -342,9 +340,7 @@ ROWS: dict[str, Row] = {
     "polygons-or-poses": Row(damage=CORNERS, but_not=YOLO_ONLY, also={"yolo": BOXED, "list": BOXED}),
     "corners-boxed": Row(damage=CORNERS, but_not=YOLO_ONLY, also={"yolo": MAYBE, "list": MAYBE}),
     "label-stray": Row(
-        damage=text_in({Coco: ('"image_id": 2', '"image_id": 77')}),
-        but_not=COCO_ONLY,
-        totals=NO_LABEL,
+        damage=text_in({Coco: ('"image_id": 2', '"image_id": 77')}), but_not=COCO_ONLY, totals=NO_LABEL
     ),
     "labels-without-image": Row(
         damage=lambda made: made.label_file("new").write_text('{"shapes": [], "imagePath": "z.jpg"}'),
@@ -354,9 +350,7 @@ ROWS: dict[str, Row] = {
     "label-twice": Row(again, but_not=dict.fromkeys(OF_PIXELS, OWN), totals={"counted once": 1}),
     "label-repeated": Row(again, but_not=dict.fromkeys(OF_ROWS, "such a row is a mistake: label-twice")),
     "wrong-class": Row(
-        first_box(name="bird"),
-        but_not={"coco": "a category that is not listed is refused"},
-        totals=NO_LABEL,
+        first_box(name="bird"), but_not={"coco": "a category that is not listed is refused"}, totals=NO_LABEL
     ),
     "box-not-finite": Row(
         first_box(at=(float("nan"), 0.5, 0.2, 0.2)),
@@ -409,8 +403,7 @@ ROWS: dict[str, Row] = {
         but_not=LABELME_ONLY,
     ),
     "label-joined": Row(
-        damage=text_in({Labelme: (r'"shapes": \[.*\]', f'"shapes": [{PART}, {PART}]')}),
-        but_not=LABELME_ONLY,
+        damage=text_in({Labelme: (r'"shapes": \[.*\]', f'"shapes": [{PART}, {PART}]')}), but_not=LABELME_ONLY
     ),
     "name-assumed": Row(
         damage=lambda made: {

@@ -7,13 +7,7 @@ from reference import parity
 
 from yolofleet.data.geometry.boxes import iou_matrix
 from yolofleet.tasks.boxes.coco import precision_recall
-from yolofleet.tasks.boxes.matching import (
-    Labels,
-    ScoredBoxes,
-    confusion_matrix,
-    match_detections,
-    unpacked,
-)
+from yolofleet.tasks.boxes.matching import Labels, ScoredBoxes, confusion_matrix, match_detections, unpacked
 
 
 def curves_of(hit, score, class_idx, labels_per_class):

@@ -63,11 +63,9 @@ def changed(model: Detector, kind: str) -> Detector:
         "prototypes": ("bias", "proto.cv3" if model.needs_nms else "masks.project", 0),
     }[kind]
     if model.needs_nms and model.task == "masks":
-        part, at = {
-            "boxes": (".m.2.", 0),
-            "scores": (".m.2.", 4 + model.nc),
-            "norm": (".cv", 0),
-        }.get(kind, (part or ".m.2.", at))
+        part, at = {"boxes": (".m.2.", 0), "scores": (".m.2.", 4 + model.nc), "norm": (".cv", 0)}.get(
+            kind, (part or ".m.2.", at)
+        )
     if model.description.family == "rfdetr":  # it has no batch normalisation
         end, part, at = {
             "scores": ("bias", "class_embed", -1),

@@ -221,11 +221,7 @@ class Awakes(torch.nn.Module):
         return x
 
 
-COMMANDS = {
-    "val": ("--data", "shapes:4"),
-    "predict": ("--source", "a.png"),
-    "bench": ("--passes", "1"),
-}
+COMMANDS = {"val": ("--data", "shapes:4"), "predict": ("--source", "a.png"), "bench": ("--passes", "1")}
 
 
 @pytest.mark.parametrize("verb", COMMANDS)

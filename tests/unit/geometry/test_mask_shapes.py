@@ -240,9 +240,8 @@ def test_a_pasted_object_hides_what_is_below_it():
     assert rasters[0].sum() == 30 * 30 * 255 and rasters[1].sum() == 20 * 30 * 255
     assert rasters[7].sum() == 30 * 40 * 255 and not (rasters[0] & rasters[7]).any()
     corners = dict(zip(labels.classes.tolist(), labels.corners_px(100, 50), strict=True))
-    assert np.allclose(corners[0], [10, 10, 40, 40], atol=1e-4) and np.allclose(
-        corners[1], [70, 10, 90, 40], atol=1e-4
-    )
+    assert np.allclose(corners[0], [10, 10, 40, 40], atol=1e-4)
+    assert np.allclose(corners[1], [70, 10, 90, 40], atol=1e-4)
     # what looks through a hole of it stays, also of two parts that overlap; what is wholly hidden goes
     frame = [square(0, 0, 100, 50), square(20, 10, 40, 40)[::-1]]
     twice = labels_of([square(0.1, 0.2, 0.5, 0.8), square(0.3, 0.2, 0.5, 0.8)], [square(0.6, 0.2, 0.9, 0.8)])

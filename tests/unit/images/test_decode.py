@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from hostile import before_frame
 from label_rows import index_of
-from small_data import (
-    encoded,
-    picture,
-    with_exif_jpeg,
-    with_exif_png,
-    with_exif_webp,
-    yolo_set,
-)
+from small_data import encoded, picture, with_exif_jpeg, with_exif_png, with_exif_webp, yolo_set
 
 from yolofleet.data.datasets.check import decode_all
 from yolofleet.data.images.decode import decode_image, read_image

@@ -447,9 +447,8 @@ def test_reduced_images_have_the_sizes_of_the_others(index):
     for image in range(len(index)):
         one, other = whole.get(image), reduced.get(image)
         assert one.shape == other.shape
-        assert (
-            np.abs(one.astype(int) - other).mean() < 6
-        )  # small noisy images; test_decode.py compares smooth ones
+        # small noisy images; test_decode.py compares smooth ones
+        assert np.abs(one.astype(int) - other).mean() < 6
 
 
 def test_whole_and_reduced_images_are_cached_apart(index):

@@ -70,8 +70,7 @@ NAMES = ["exp-7c651b", "exp2-aaaaaa", "exp2-bbbbbb", "long-run-cccccc"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
-    [("exp-7c651b", 0), ("exp", 0), ("exp-7", 0), ("exp2-b", 2), ("long-run", 3), ("l", 3)],
+    ("asked", "name"), [("exp-7c651b", 0), ("exp", 0), ("exp-7", 0), ("exp2-b", 2), ("long-run", 3), ("l", 3)]
 )
 def test_a_job_is_meant_by_its_run_or_by_the_begin_of_its_name(asked: str, name: int) -> None:
     assert named_job(asked, NAMES, "running") == NAMES[name]

@@ -151,10 +151,7 @@ def test_ctrl_c_does_not_wait_for_files_that_are_compared() -> None:
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may")
 @pytest.mark.parametrize("verb", [("train", "--model", "yolov5n"), ("val", "--weights", "w.safetensors")])
 def test_gpus_that_are_not_there_are_said_before_anything_starts(
-    verb: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*verb, "--data", "shapes:4", "--device", "0,1"]) == 2

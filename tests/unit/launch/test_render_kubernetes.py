@@ -67,14 +67,7 @@ def test_the_schemas_of_kubernetes_allow_it(settings: str, version: str) -> None
 
 def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
-        "render",
-        "kubernetes",
-        "--data",
-        "/data/coco.yaml",
-        "--model",
-        "yolov5n",
-        "--batch-size",
-        "64",
+        *("render", "kubernetes", "--data", "/data/coco.yaml", "--model", "yolov5n", "--batch-size", "64"),
         "--name",
         "Cats 2",
     ]

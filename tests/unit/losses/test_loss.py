@@ -59,10 +59,7 @@ def test_a_label_owns_its_cell_and_the_nearest_neighbours():
 
 
 def test_the_last_label_sets_the_objectness_of_a_shared_cell():
-    shared = [
-        label(0, 0, 20, 20, 8, 8),
-        label(0, 1, 21, 21, 8, 8),
-    ]  # both in cell (2, 2)
+    shared = [label(0, 0, 20, 20, 8, 8), label(0, 1, 21, 21, 8, 8)]  # both in cell (2, 2)
     targets = make_loss().match(labels(*shared), 1, SIZE_HW)
     cell = (2 * 12 + 2) * 2
     owners = np.flatnonzero(targets.cells == cell)

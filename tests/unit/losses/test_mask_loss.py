@@ -192,9 +192,8 @@ def test_sums_of_half_precision_are_32_bits(dtype: torch.dtype) -> None:
     sums = loss.sums(raws, targets)
     sums.sum().backward()
     torch.testing.assert_close(sums, loss.sums([raw.detach().float() for raw in raws], targets))
-    assert sums.dtype == torch.float32 and all(
-        raw.grad is not None and raw.grad.dtype == dtype for raw in raws
-    )
+    assert sums.dtype == torch.float32
+    assert all(raw.grad is not None and raw.grad.dtype == dtype for raw in raws)
 
 
 def test_targets_of_another_size_are_refused() -> None:

@@ -119,9 +119,8 @@ def test_a_part_shows_its_rate_its_limit_and_its_share() -> None:
     assert part.cells() == ("loader", "812.3 images/s", "1,000 images/s", "0.81", "one copy of the pixels")
     by_cpu = replace(part, share=0.97)
     assert by_cpu.cells()[3] == "0.97"
-    assert (
-        part_of(json.loads(json.dumps(jsonable(asdict(part))))).of_limit == part.of_limit
-    )  # NaN is null there
+    # NaN is null there
+    assert part_of(json.loads(json.dumps(jsonable(asdict(part))))).of_limit == part.of_limit
     assert PartSpeed("x", 1.0, math.nan, "images/s", "").cells()[2:4] == ("", "")
 
 

@@ -201,10 +201,7 @@ def test_a_run_cannot_go_on_with_its_classes_in_another_order(given, tmp_path, m
         2,
         "--max-steps",
         1,
-        "--project",
-        "out",
-        "--name",
-        "run",
+        *("--project", "out", "--name", "run"),
     ]
     assert main(list(map(str, own))) == 0
     data.write_text(text.replace("circle", "other").replace("square", "circle").replace("other", "square"))

@@ -180,9 +180,8 @@ def test_drawing_the_pictures_of_a_run_is_named_and_no_stall(
 def test_any_change_is_progress_and_only_seconds_of_ones_own_running_count() -> None:
     monitor, clock, hand = stepping(compute_s=1)
     monitor.heartbeat(1.0)
-    assert (
-        monitor.heartbeat(3.0).age_s == 3.0
-    )  # however long the process was suspended: the caller counts 3 s
+    # however long the process was suspended: the caller counts 3 s
+    assert monitor.heartbeat(3.0).age_s == 3.0
     monitor.activity.tick()
     assert monitor.heartbeat(1.0).age_s == 0.0
     monitor.activity.started("all_reduce", (9,), "torch.float32")

@@ -124,9 +124,8 @@ def test_a_replaced_image_is_refused_until_it_is_accepted_or_restored(place: Pat
     assert said.count("the data set has changed (--allow changed-data) after step") == 2
     shutil.rmtree(place / "data")
     (place / "kept").rename(place / "data")
-    assert "6 changed" in resume(
-        place, "--epochs", "5", code=3
-    )  # the first data set is another one for this state
+    # the first data set is another one for this state
+    assert "6 changed" in resume(place, "--epochs", "5", code=3)
 
 
 def test_the_report_of_a_run_names_an_accepted_change(place: Path) -> None:
@@ -187,13 +186,7 @@ def test_another_number_of_training_images_is_refused_with_names(place: Path, ch
     else:
         images(place)[3].unlink()
         name, count = "images/train/000003.png (gone)", IMAGES - 1
-    for more in (
-        (),
-        (
-            "--allow",
-            "changed-data",
-        ),
-    ):
+    for more in ((), ("--allow", "changed-data")):
         said = resume(place, "--epochs", "2", *more, code=3)
         assert f"{count} training images instead of {IMAGES}: " in said and name in said
         assert "--weights" in said

@@ -18,10 +18,7 @@ from yolofleet.training.rank.val import validate
 def given(tmp_path_factory):
     root = tmp_path_factory.mktemp("val")
     make_shapes(root / "set", images=2, val_images=4, img=64, seed=0)
-    files = {
-        "weights": str(saved(untrained(4), root / "w.safetensors")),
-        "data": str(root / "set/data.yaml"),
-    }
+    files = {"weights": str(saved(untrained(4), root / "w.safetensors")), "data": str(root / "set/data.yaml")}
     return files | {"img": 64, "plots": False, "device": "cpu", "workers": 0}
 
 

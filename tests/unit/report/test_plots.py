@@ -10,13 +10,7 @@ from label_rows import shapes_of
 
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
-from yolofleet.runs.report.plots import (
-    or_note,
-    plot_labels,
-    plot_pictures,
-    plot_results,
-    training_pictures,
-)
+from yolofleet.runs.report.plots import or_note, plot_labels, plot_pictures, plot_results, training_pictures
 from yolofleet.runs.report.results import ResultsTable
 from yolofleet.tasks.boxes.coco import precision_recall
 from yolofleet.tasks.boxes.plots import plot_confusion, plot_curves

@@ -21,12 +21,7 @@ from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.measure.tune import search
 from yolofleet.measure.tune.space import Choices, Range, Value
 from yolofleet.measure.tune.study import Result, Study, Trial, best_of
-from yolofleet.measure.tune.trials import (
-    DeviceGroup,
-    TrialRun,
-    base_arguments,
-    local_groups,
-)
+from yolofleet.measure.tune.trials import DeviceGroup, TrialRun, base_arguments, local_groups
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import Judgement
 from yolofleet.support.errors import CheckpointError, ConfigError
@@ -190,11 +185,7 @@ def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path)
     words = base_arguments(config, tmp_path / "recipe.yaml")
     assert sorted(words[1:]) == [
         "--data=a b",
-        "--epochs=3",
-        "--micro-batch=8",
-        "--model=yolov5n",
-        "--no-autoanchor",
-        "--no-plots",
+        *("--epochs=3", "--micro-batch=8", "--model=yolov5n", "--no-autoanchor", "--no-plots"),
         "--reduce=exact",
     ]
 
