@@ -326,6 +326,14 @@ def killed_at_step(
         kill(processes)
 
 
+def killed_in_the_middle(folder: Path, run: Path, *args: str | Path) -> None:
+    """Kill a run of two ranks after its second step, and remove what it has written after its third one."""
+    killed_at_step(folder, 2, run, *args, "--name", run.name, ranks=2)
+    for state in run.glob("checkpoints/step-*[4-9].safetensors"):
+        state.unlink()
+    (run / "results.json").unlink(missing_ok=True)
+
+
 def family(pid: int) -> list[int]:
     """A process and its descendants (Linux)."""
     found, parents = [pid], {}

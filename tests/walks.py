@@ -7,6 +7,11 @@ from collections.abc import Iterable
 import pytest
 
 
+def chosen(cases: Iterable[object], *quick: object) -> list[object]:
+    """Return parameters of one value each: the ``quick`` ones as they are, the others marked slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def sampled(cases: Iterable[object], every: int) -> list[object]:
     """Return parameters: each ``every``-th case as it is, the others marked slow.
 

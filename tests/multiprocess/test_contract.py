@@ -13,6 +13,7 @@ import torch
 from commands import events_of, in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
 from label_rows import shapes_of
+from small_files import TINY
 
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.input.sample import MicroBatch
@@ -99,7 +100,8 @@ def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fl
 
 
 def test_shares_measure_each_rank_although_first_steps_have_one_micro_batch(folder: Path) -> None:
-    job = [*YOLOV5, *["--img", "64", "--micro-batch", "16", "--nominal-batch", "64", "--val-period", "0"]]
+    job = ["--model", str(TINY), "--img", "64", "--val-period", "0"]
+    job += ["--batch", "4", "--micro-batch", "4", "--nominal-batch", "16"]
     alone = trained(folder, "measured alone", 24, *job, *ALONE)
     assert trained(folder, "measured", 24, *job, *FLEETS["two"], "--shares", "auto") == alone
     measured = events_of(folder / "runs" / "train" / "measured", "shares")[0]

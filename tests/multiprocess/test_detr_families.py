@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
+from commands import called, in_ranks, killed_in_the_middle, results, working_in, yolofleet
 from mask_data import small_masks, with_polygons
 from walks import sampled
 
@@ -98,10 +98,7 @@ def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
     folder: Path, model: str, one: str
 ) -> None:
     run = folder / "runs" / "train" / f"{model} killed"
-    killed_at_step(folder, 2, run, *RUN, "--model", model, "--name", run.name, ranks=2)
-    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
-        state.unlink()
-    (run / "results.json").unlink(missing_ok=True)
+    killed_in_the_middle(folder, run, *RUN, "--model", model)
     in_ranks(folder, 1, "train", "--resume", run, "--recipe-class", "small_detr.py:Small")
     assert results(run)["weights_sha256"] == one
 
@@ -152,6 +149,7 @@ def test_a_small_network_learns_16_images_by_heart(model: str, tmp_path: Path) -
     assert metrics["mAP50"] > 0.95 and metrics.get("mask mAP50", 1) > 0.95
 
 
+@pytest.mark.slow
 def test_weights_and_few_images_choose_the_recipe_of_the_family(folder: Path) -> None:
     short = ("--img", "64", "--epochs", "2", "--max-steps", "2", "--val-period", "0", "--no-plots")
     network = ("--recipe-class", "small_detr.py:Small", "--device", "cpu", "--threads", "1", "--workers", "0")

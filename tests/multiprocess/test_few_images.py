@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import DEADLINE_S, called, results, small_shapes, started, wait_until, working_in, yolofleet
+from commands import (
+    DEADLINE_S,
+    called,
+    in_ranks,
+    results,
+    small_shapes,
+    started,
+    wait_until,
+    working_in,
+    yolofleet,
+)
 from safetensors.numpy import load_file
 from small_files import TINY_YAML
 
@@ -28,16 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def trained(folder: Path, name: str, *words: str) -> tuple[str, str]:
+def trained(folder: Path, name: str, ranks: int, *words: str) -> tuple[str, str]:
     """Return the output of a training, and the hash of its weights."""
-    argv = ["train", *DATA, "--epochs", "3", "--name", name, *RUN, *words]
-    done = yolofleet(folder, *argv)
-    assert done.code == 0, done.err
-    return done.out + done.err, results(folder / "runs/train" / name)["weights_sha256"]
+    text = in_ranks(folder, ranks, "train", *DATA, "--epochs", "3", "--name", name, *RUN, *words)
+    return text, results(folder / "runs/train" / name)["weights_sha256"]
 
 
 def test_six_images_are_one_batch_of_an_epoch_on_every_fleet(folder: Path) -> None:
-    text, alone = trained(folder, "alone", "--device", "cpu", "--micro-batch", "3")
+    small = ("--micro-batch", "3")
+    text, alone = trained(folder, "alone", 1, *small)
     assert (
         text.count(
             "note: --batch 18 (--micro-batch 3) is more than the 6 training images: a batch has 6, a step 24"
@@ -46,20 +55,11 @@ def test_six_images_are_one_batch_of_an_epoch_on_every_fleet(folder: Path) -> No
     )
     stored = read_yaml(folder / "runs/train/alone/config.yaml")
     assert [stored[name].value for name in ("batch", "nominal_batch", "micro_batch")] == [6, 24, 3]
-    _, together = trained(folder, "together", "--device", "cpu:2", "--micro-batch", "3")
-    _, typed = trained(
-        folder, "typed", "--device", "cpu", "--micro-batch", "3", "--batch", "6", "--nominal-batch", "24"
-    )
+    _, together = trained(folder, "together", 2, *small)
+    _, typed = trained(folder, "typed", 1, *small, "--batch", "6", "--nominal-batch", "24")
     assert alone == together == typed
+    trained(folder, "short", 1, *small, "--max-steps", "1")
     with working_in(folder):
-        short = called(
-            "train",
-            *DATA,
-            *("--epochs", "3", "--name", "short"),
-            *RUN,
-            *("--device", "cpu", "--micro-batch", "3", "--max-steps", "1"),
-        )
-        assert short.code == 0, short.err
         again = called("train", "--resume", "runs/train/short", "--max-steps", "0")
     assert again.code == 0 and "is more than the 6" not in again.err, again.err
     assert results(folder / "runs/train/short")["weights_sha256"] == alone

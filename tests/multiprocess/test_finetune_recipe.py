@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, called, results, small_shapes, started, working_in, yolofleet
+from commands import DEADLINE_S, called, in_ranks, results, small_shapes, started, working_in
 from small_files import TINY_YAML
+from walks import sampled
 
 from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.system.proc import descendants, rank_of
@@ -34,39 +35,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def images_of_a_step(folder: Path, name: str, *words: str) -> tuple[int, str, str]:
+def images_of_a_step(folder: Path, name: str, *words: str, ranks: int = 1) -> tuple[int, str, str]:
     """Train from the weights; return the images of a step, the output, and the hash of the weights."""
-    argv = [
-        *("train", "--data", "set/new.yaml", "--weights", "start.safetensors"),
-        "--name",
-        name,
-        *RUN,
-        *words,
-    ]
+    argv = ["train", "--data", "set/new.yaml", "--weights", "start.safetensors", "--name", name, *RUN, *words]
     with working_in(folder):
-        done = called(*argv) if "cpu" in words else yolofleet(folder, *argv)
-        assert done.code == 0, done.err
+        text = in_ranks(folder, ranks, *argv)
         stored = read_yaml(Path("runs/train", name, "config.yaml"))
         digest = results(Path("runs/train", name))["weights_sha256"]
-    return int(stored["nominal_batch"].value), done.out + done.err, digest
+    return int(stored["nominal_batch"].value), text, digest
 
 
 def test_weights_and_few_images_choose_the_recipe_on_every_fleet(folder: Path) -> None:
-    images, text, alone = images_of_a_step(folder, "alone", "--device", "cpu")
+    images, text, alone = images_of_a_step(folder, "alone")
     assert images == 16 and text.count(NOTE) == 1 and "recipe made for 16 images a step" in text
-    images, text, together = images_of_a_step(folder, "together", "--device", "cpu:2")
+    images, text, together = images_of_a_step(folder, "together", ranks=2)
     assert images == 16 and text.count(NOTE) == 1 and together == alone
-    named = images_of_a_step(folder, "named", "--device", "cpu", "--recipe", "finetune")
+    named = images_of_a_step(folder, "named", "--recipe", "finetune")
     assert named[0] == 16 and NOTE not in named[1] and named[2] == alone
 
 
 def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
-    images_of_a_step(folder, "short", "--device", "cpu", "--max-steps", "1")
+    images_of_a_step(folder, "short", "--max-steps", "1")
     with working_in(folder):
         done = called("train", "--resume", "runs/train/short", "--max-steps", "0")
         assert done.code == 0 and NOTE not in done.err and "recipe made for 16 images a step" in done.out
         whole = results(Path("runs/train/short"))["weights_sha256"]
-    assert whole == images_of_a_step(folder, "whole", "--device", "cpu")[2]
+    assert whole == images_of_a_step(folder, "whole")[2]
 
 
 @pytest.mark.slow
@@ -74,7 +68,7 @@ def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
 def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
     """The launcher starts the ranks again with the settings that the user typed."""
     longer = ("--epochs", "12", "--val-period", "0")
-    _, _, undisturbed = images_of_a_step(folder, "undisturbed", "--device", "cpu", *longer)
+    _, _, undisturbed = images_of_a_step(folder, "undisturbed", *longer)
     argv = [
         *("train", "--data", "set/new.yaml", "--weights", "start.safetensors"),
         *RUN,
@@ -97,7 +91,7 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "images"),
-    [
+    sampled([
         (("--recipe", "scratch-low"), 64),
         (("--nominal-batch", "32"), 32),
         (("--batch", "20"), 16),  # the recipe does not depend on a typed batch
@@ -107,11 +101,11 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
         (("--recipe", "demo"), 16),
         (("--recipe", "dfine-few"), 8),
         (("--data", "set/data.yaml"), 64),  # the weights know the classes
-    ],
-)
+    ], 4),
+)  # fmt: skip
 def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], images: int) -> None:
     name = "-".join(words).strip("-").replace("=", "-").replace("/", "-")
-    stored, text, _ = images_of_a_step(folder, name, "--device", "cpu", "--max-steps", "1", *words)
+    stored, text, _ = images_of_a_step(folder, name, "--max-steps", "1", *words)
     assert stored == images and (NOTE in text) == ("fliplr=0" in words)
     assert ("64 px, in training 64 to 96 px, drawn for each step" in text) == ("size_high=1.5" in words)
     assert text.count("warning: recipe dfine-few was made for the family dfine") == ("dfine-few" in words)

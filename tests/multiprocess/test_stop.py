@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from commands import (
 
 from yolofleet.runs.checkpoint.store import CheckpointStore
 from yolofleet.support.system.proc import rank_of
+from yolofleet.training import preempt_notice
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 SAVING = ("--save-every", "1steps", "--reduce", "exact")
@@ -118,15 +120,20 @@ def test_a_stopped_run_has_a_report_of_its_last_validation(tmp_path: Path) -> No
 def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> None:
     data, flag = small_shapes(tmp_path), tmp_path / "the machine goes"
     (tmp_path / "slow.py").write_text(SLOW)
-    args = train_args(data, *SAVING, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")
-    args += ["--callbacks", "slow.py:Slow"]
-    run = tmp_path / "runs" / "train" / "exp"
-    process = started(tmp_path, *args, "--preempt-notice", f"test -e {shlex.quote(str(flag))}")
-    wait_until(lambda: list(run.glob("checkpoints/step-*.safetensors")) or process.poll() is not None)
-    processes = family(process.pid)
-    flag.touch()
-    _, told = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 75, told
+    args = train_args(data, *SAVING, "--epochs", "10000", "--val-period", "0", "--callbacks", "slow.py:Slow")
+    args += ["--preempt-notice", f"test -e {shlex.quote(str(flag))}", "--device", "cpu"]
+    run, log = tmp_path / "runs" / "train" / "exp", tmp_path / "log"
+    often = partial(setattr, preempt_notice, "PERIOD_S", 0.2)
+    ranks = started_ranks([tmp_path] * 2, *args, home=tmp_path, log=log, first=often)
+    try:
+        wait_until(lambda: list(run.glob("checkpoints/step-*.safetensors")) or ranks[0].poll() is not None)
+        processes = [pid for rank in ranks for pid in family(rank.pid)]
+        flag.touch()
+        codes = [rank.wait(timeout=DEADLINE_S) for rank in ranks]
+    finally:
+        kill(ranks)
+    told = log.read_text()
+    assert codes == [75, 75], told
     assert "the state is saved\n  from : --preempt-notice on " in told
     assert "the state was saved" in (run / "logs" / "rank-0.log").read_text()
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]

@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_its_address_alone(tmp_path: Path) -> None:
     copied = ("--checkpoint-to", address)
     in_ranks(machine, 1, "train", "--data", data, *args, *copied, "--name", "run")
     shutil.rmtree(machine)
-    yolofleet(tmp_path, "train", "--resume", address, "--epochs", "6", "--device", "cpu:2")
+    in_ranks(tmp_path, 2, "train", "--resume", address, "--epochs", "6")
     run = tmp_path / "runs/train/run"
     assert results(run)["weights_sha256"] == results(alone)["weights_sha256"]
     assert rows(run) == [str(epoch) for epoch in range(1, 7)]

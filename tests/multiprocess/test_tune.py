@@ -50,9 +50,9 @@ def weights(study: Path) -> list[str]:
     return [json.loads(file.read_text())["weights_sha256"] for file in found]
 
 
-def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_stopped_study_ends_its_trial_and_goes_on_with_it(tmp_path: Path) -> None:
     study = tmp_path / "runs" / "tune" / "exp"
-    args = tune_args(tmp_path, "--trials", "2", "--epochs", "8", "--device", "cpu:2")
+    args = tune_args(tmp_path, "--trials", "1", "--epochs", "8", "--device", "cpu")
     log = tmp_path / "log"
 
     def saved_trials() -> set[Path]:
@@ -60,7 +60,7 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
 
     (process,) = started_ranks([tmp_path], *args, home=tmp_path, log=log)
     try:
-        wait_until(lambda: len(saved_trials()) == 2 or process.poll() is not None)
+        wait_until(lambda: [*study.glob("trials/*/checkpoints/step-*")] or process.poll() is not None)
         processes = family(process.pid)
         process.send_signal(signal.SIGTERM)
         code, told = process.wait(timeout=DEADLINE_S), log.read_text()
@@ -75,14 +75,13 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
         assert refused.code == 2 and "--epochs 3 differs from the study's 8" in refused.err
         done = called("tune", "--resume", "auto")
         assert done.code == 0, done.out + done.err
-    assert [row["state"] for row in table(study)] == ["complete", "complete"]
+    assert [row["state"] for row in table(study)] == ["complete"]
     assert "resumed after step" in (study / "logs" / "trial-0000.log").read_text()
     assert (study / "best.yaml").is_file()
     # one cache for the trials of a machine, also after a resume
-    for trial in (0, 1):
-        told = (study / f"trials/{trial:04}/logs/rank-0.log").read_text()
-        caches = [line for line in told.splitlines() if "images: cache: ram" in line]
-        assert caches and all("shared by the runs of a study" in line for line in caches)
+    told = (study / "trials/0000/logs/rank-0.log").read_text()
+    caches = [line for line in told.splitlines() if "images: cache: ram" in line]
+    assert caches and all("shared by the runs of a study" in line for line in caches)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
+from commands import called, in_ranks, killed_in_the_middle, results, working_in, yolofleet
 from small_files import TINY
 from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
@@ -92,11 +92,7 @@ def test_callbacks_see_the_events_of_a_run(one: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 def test_two_processes_and_a_resumed_run_train_the_same_weights(folder: Path, one: Path) -> None:
     run = folder / "runs" / "train" / "two"
-    more = ["--name", "two", "--save-every", "1steps", "--keep-last", "9"]
-    killed_at_step(folder, 2, run, *OWN_RUN, *more, ranks=2)
-    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
-        state.unlink()
-    (run / "results.json").unlink(missing_ok=True)
+    killed_in_the_middle(folder, run, *OWN_RUN, "--save-every", "1steps", "--keep-last", "9")
     resumed = ["train", "--resume", str(run), "--recipe-class", "all_parts.py:All"]
     refused = in_ranks(folder, 1, "train", "--resume", run, code=2)
     assert "loads only code that you name again" in refused and "--recipe-class all_parts.py:All" in refused
@@ -182,7 +178,7 @@ def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
     assert "CsvData.dataset failed: FileNotFoundError" in failed and "no table.csv" in failed
     assert "my_data.py:" in failed and "Traceback" not in failed
     command[command.index("no table.csv")] = "small shapes/data.yaml"
-    failed = yolofleet(folder, *command, "parts.py:Failing", "--device", "cpu:2", code=2).err
+    failed = in_ranks(folder, 1, *command, "parts.py:Failing", code=2)
     assert "Failing.loss failed: KeyError: 'gain'" in failed and "parts.py:6" in failed
     assert "Traceback" not in failed
 

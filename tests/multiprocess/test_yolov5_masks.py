@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
+from commands import called, in_ranks, killed_in_the_middle, results, small_shapes, working_in
 from mask_data import small_masks
 
 from yolofleet.families.build import build_model
@@ -55,15 +55,13 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(fold
     assert all(float(row[rows[0].index("train/mask_loss")]) > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
     folder: Path, one: str
 ) -> None:
     run = folder / "runs" / "train" / "killed"
-    killed_at_step(folder, 2, run, *RUN, "--name", run.name, ranks=2)
-    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
-        state.unlink()
-    (run / "results.json").unlink(missing_ok=True)
+    killed_in_the_middle(folder, run, *RUN)
     in_ranks(folder, 1, "train", "--resume", run)
     assert results(run)["weights_sha256"] == one
 
