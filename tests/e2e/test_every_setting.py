@@ -6,17 +6,16 @@ A new setting fails ``test_every_setting_is_walked`` until a line below says wha
 from __future__ import annotations
 
 import csv
-import io
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import called, working_in
 from small_files import TINY, TINY_YAML
 from walks import sampled
 
@@ -45,8 +44,8 @@ BASE: dict[str, Any] = {
 
 # hyperparameter -> another value, and the settings with which it counts
 PPYOLOE = {"cfg": "", "model": "ppyoloe-s"}
-DFINE = {"cfg": "", "model": "dfine-n"}
-DFINE_SEG = {"cfg": "", "model": "dfine-n-seg", "data": "polygons"}
+DFINE = {"cfg": "", "model": "dfine-toy", "recipe_class": "small_detr.py:Small"}
+DFINE_SEG = DFINE | {"model": "dfine-toy-seg", "data": "polygons"}
 BY_STEP = {"set": ("rates=step", "warmup_epochs=0.5")}
 RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "lr0": ("0.5", {}),
@@ -230,6 +229,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text("".join(f"{row[0]} {outline(*map(float, row[1:]))}\n" for row in rows))
     (root / "other.yaml").write_text(TINY_YAML.replace("0.125", "0.25"))
     (root / "mine.py").write_text(MINE)
+    shutil.copy(TESTS / "detr_family" / "small_detr.py", root)
     model = build_model(describe(str(TINY)), 4, seed=7)
     write_weights(root / "start.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
     return root
@@ -278,14 +278,9 @@ class Runs:
             else:
                 values = value if isinstance(value, tuple) else [value]
                 words += [word for one in values if one != "" for word in (flag, str(one))]
-        said, before = io.StringIO(), Path.cwd()
-        os.chdir(here)
-        try:
-            with redirect_stdout(said), redirect_stderr(said):
-                code = main(words)
-        finally:
-            os.chdir(before)
-        assert code == 0, said.getvalue()
+        with working_in(here, YOLOFLEET_CACHE=str(self.root / "cache")):
+            done = called(*words)
+        assert done.code == 0, done.err
         run = next(path.parent for path in here.rglob("results.json"))
         rows = csv.DictReader((run / "results.csv").read_text().splitlines())
         timed = ("seconds", "images_per_s", "share", "memory")
@@ -298,16 +293,13 @@ class Runs:
                 if path.is_file() and "set" not in path.relative_to(here).parts
             ),
             repr(results),
-            said.getvalue(),
+            done.out + done.err,
         )
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("YOLOFLEET_CACHE", str(root / "cache"))
-        patch.syspath_prepend(root)
-        yield Runs(root, tmp_path_factory.mktemp("runs"))
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(root, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.long
@@ -403,15 +395,8 @@ def test_a_space_of_another_family_is_refused_before_the_study(
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "space.yaml").write_text("cls_gain: [0.5, 2.0]\n")
-    words = [
-        "tune",
-        "--data",
-        str(root / "set"),
-        "--cfg",
-        str(TINY),
-        *("--img", "64", "--batch", "4", "--device", "cpu"),
-    ]
-    assert main([*words, "--space", "space.yaml", "--trials", "1", "--epochs", "1"]) == 2
+    words = ["tune", "--data", str(root / "set"), "--cfg", str(TINY), "--img", "64", "--device", "cpu"]
+    assert main([*words, "--batch", "4", "--space", "space.yaml", "--trials", "1", "--epochs", "1"]) == 2
     assert "cls_gain belongs to ppyoloe" in capsys.readouterr().err
 
 

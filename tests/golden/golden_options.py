@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ def _setting(path: str, flags: str, model: type[Frozen], name: str) -> str:
     return "  ".join(words)
 
 
+@cache
+def _schema(model: type[Frozen]) -> dict[str, Any]:
+    return model.model_json_schema()
+
+
 def _keys(model: type[Frozen]) -> list[str]:
     return sorted("  ".join([name, *_type(model, name)]) for name in model.model_fields)
 
@@ -120,7 +126,7 @@ def _recipe_keys() -> list[str]:
 
 def _type(model: type[Frozen], name: str) -> list[str]:
     """Return type, limits and default of a setting as words."""
-    schema = model.model_json_schema()["properties"][name]
+    schema = _schema(model)["properties"][name]
     kind = next((part for part in schema.get("anyOf", []) if part.get("type") != "null"), schema)
     words = "|".join(map(str, kind["enum"])) if "enum" in kind else str(kind.get("type", "any"))
     if words == "array":

@@ -174,7 +174,10 @@ def test_a_store_without_conditions_lets_two_begin_and_one_go_on(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 100_000, b"\xff", b"{}"])
-def test_a_damaged_lease_counts_as_that_of_an_unknown_holder(tmp_path: Path, content: bytes):
+def test_a_damaged_lease_counts_as_that_of_an_unknown_holder(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_lease, "LEASE_S", 0.4)
     claimed(tmp_path)
     (tmp_path / "run/.lease/00000001.json").write_bytes(content)
     began_s = time.monotonic()

@@ -160,7 +160,7 @@ def test_what_the_rules_remove(text: str, clean: str) -> None:
 )  # fmt: skip
 def test_a_long_line_is_cleaned_in_linear_time(part: str) -> None:
     """A rule that could begin at every part would take hours if each attempt read the rest of the line."""
-    size = 5 << 20 if part.startswith("eyJ") else 1 << 18
+    size = 1 << 20 if part.startswith("eyJ") else 1 << 18
     text = part * (size // len(part)) + f" password={SECRETS[0]}"
     assert SECRETS[0] not in Redaction({})(text)
 

@@ -85,7 +85,7 @@ def test_polygons_have_the_stored_runs_of_pycocotools():
 def test_everything_equals_pycocotools():
     theirs = pytest.importorskip("pycocotools.mask")
     rng = np.random.default_rng(0)
-    for _ in range(400):
+    for _ in range(150):
         size = (int(rng.integers(1, 80)), int(rng.integers(1, 80)))
         polygons = [_polygon(rng, *size) for _ in range(int(rng.integers(1, 4)))]
         expected = [theirs.frPyObjects([polygon.ravel().tolist()], *size)[0] for polygon in polygons]

@@ -13,9 +13,10 @@ STUCK = """
 import os, signal, subprocess, sys, threading
 child = '''
 import os, signal, threading
-from yolofleet.training.parallel.torchrun_agent import end_after
+from yolofleet.training.parallel import torchrun_agent
+torchrun_agent.END_S = 0.5
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-threading.Thread(target=end_after, args=(os.getppid(), 0.0), daemon=True).start()
+threading.Thread(target=torchrun_agent.end_after, args=(os.getppid(), 0.0), daemon=True).start()
 print(os.getpid(), flush=True)
 threading.Event().wait()
 '''

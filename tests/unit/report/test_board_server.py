@@ -26,6 +26,11 @@ from yolofleet.support.http_server import names_of
 pytestmark = pytest.mark.long
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yolofleet.runs.board.server.PERIOD_S", 0.2)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     made = made_run(tmp_path / "runs" / "exp <b>", None, finished=False)

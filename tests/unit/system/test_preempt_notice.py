@@ -14,6 +14,7 @@ import pytest
 from commands import environment, wait_until
 
 from yolofleet.support.system.proc import stat_table
+from yolofleet.training import preempt_notice
 from yolofleet.training.preempt_notice import preempt_notices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -41,6 +42,11 @@ def hanging(folder: Path) -> tuple[str, Path]:
 def is_alive(pid: Path) -> bool:
     fields = stat_table().get(int(pid.read_text()))
     return fields is not None and fields[0] not in "ZX"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preempt_notice, "PERIOD_S", 0.2)
 
 
 class Told:
