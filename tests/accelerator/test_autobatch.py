@@ -44,9 +44,8 @@ def settings(
     }
 
 
-@pytest.mark.parametrize(
-    ("smaller", "reduce"), [(0, "fast"), pytest.param(1, "exact", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("smaller", "reduce"), [(0, "fast"), (1, "exact")])
 def test_the_device_with_less_memory_decides_and_is_filled(
     settings: dict[str, Any], accelerator: Accelerator, smaller: int, reduce: str
 ) -> None:

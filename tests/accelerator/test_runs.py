@@ -114,6 +114,7 @@ def test_the_parts_of_a_training_are_measured_on_the_accelerator(settings: dict[
     assert found["setup"]["on_cpu"] is False
 
 
+@pytest.mark.slow
 def test_exact_sums_on_two_devices_of_one_process(settings: dict[str, Any]):
     settings |= {"reduce": "exact"}
     one = fitted("one", **settings, device="0")

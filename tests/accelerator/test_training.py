@@ -11,6 +11,7 @@ import pytest
 import torch
 from miniature import Accelerator
 from small_training import CLASSES, SmallRun, described, small_run
+from walks import sampled
 
 ZERO, BOTH = ("mini:0",), ("mini:0", "mini:1")
 
@@ -48,7 +49,7 @@ def test_parameters_reach_another_device_in_few_launches(accelerator: Accelerato
         assert torch.equal(mine.cpu(), theirs.cpu())
 
 
-@pytest.mark.parametrize("optimizer", ["RMSProp", "Adamax"])
+@pytest.mark.parametrize("optimizer", sampled(["RMSProp", "Adamax"], 2))
 def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
     accelerator: Accelerator, optimizer: str
 ):
@@ -124,6 +125,7 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
     assert probed_per_pass(config, on_the_host, 16) == 1
 
 
+@pytest.mark.slow
 def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ):

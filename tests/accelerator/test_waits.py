@@ -132,7 +132,7 @@ PASSES = [
     *(("yolov5", "bf16"), ("darknet", "fp16"), ("ppyoloe-atss", "bf16"), ("ppyoloe-aligned", "fp16")),
 ]
 STEPS = [
-    *product(("yolov3",), PRECISIONS, (False, True)),
+    *(("yolov3", "fp32", True), ("yolov3", "bf16", False), ("yolov3", "fp16", True)),
     *(("yolov5", "bf16", False), ("darknet", "fp16", True)),
     ("ppyoloe-atss", "bf16", False),
 ]

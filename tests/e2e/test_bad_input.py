@@ -386,6 +386,7 @@ def test_a_disk_that_fills_up_while_two_processes_train(here, world):
 
 
 @needs_linux
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_ends_nothing(here, world):
     checkpoint = next((world / "run" / "checkpoints").glob("step-*")).stat().st_size
     with disk(here / "disk", 12 * checkpoint) as small, (here / "said.txt").open("w+") as said:
@@ -454,6 +455,7 @@ def spoil(here: Path) -> None:
 
 
 @needs_linux
+@pytest.mark.slow
 def test_an_image_that_became_junk_is_said_from_rank_1s_loader_process(here):
     spoil(here)
     process = started(here, *train("set", "--device", "cpu:2", "--workers", "1", "--shares", "0,1"))

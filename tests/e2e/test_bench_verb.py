@@ -35,6 +35,7 @@ def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if "yolofleet-bench" in path.name or path.name == "runs"]
 
 
+@pytest.mark.slow
 def test_the_store_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     data = f"file://{small_shapes(tmp_path)}"
@@ -50,7 +51,8 @@ def test_the_store_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert words is not None and Store.parse(words[1]).bytes_s > 0
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cpu:2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
 def test_the_parts_of_the_time_until_the_first_step(tmp_path: Path, device: str) -> None:
     data = small_shapes(tmp_path)
     code = tmp_path / "mine.py"  # a setting that no file may give reaches the run, too

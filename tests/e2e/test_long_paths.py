@@ -12,7 +12,7 @@ import pytest
 import yaml
 from commands import SMALL, called, small_shapes, working_in
 from small_files import TINY_YAML
-from walks import sampled
+from walks import chosen, sampled
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import SchemaCommand, Verbs
@@ -67,7 +67,7 @@ def check(*words: str | Path) -> None:
     assert "Traceback" not in done.err, words
 
 
-@pytest.mark.parametrize("verb", sampled(COMMANDS, 4))
+@pytest.mark.parametrize("verb", sampled(COMMANDS, 7))
 def test_a_long_name_is_a_message(verb: str) -> None:
     command = COMMANDS[verb]
     arguments = [one for one in command.params if isinstance(one, click.Argument)]
@@ -80,12 +80,7 @@ def test_a_long_name_is_a_message(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb",
-    [
-        pytest.param(verb, marks=() if verb in ("val", "export") else pytest.mark.slow)
-        for verb, command in COMMANDS.items()
-        if isinstance(command, SchemaCommand)
-    ],
+    "verb", chosen((v for v, command in COMMANDS.items() if isinstance(command, SchemaCommand)), "export")
 )
 def test_a_long_name_in_a_file_is_a_message(verb: str, tmp_path: Path) -> None:
     command = COMMANDS[verb]

@@ -15,6 +15,7 @@ from exported import network, spread
 from mask_data import small_masks
 from pages import BLOCKS
 from small_weights import saved
+from walks import sampled
 
 from yolofleet.data.geometry import rle
 from yolofleet.inference.export.verify import generated_images
@@ -72,7 +73,7 @@ def assert_equal(found: list[Any], others: list[Any]) -> None:
         assert mask.shape == other_mask.shape
 
 
-@pytest.mark.parametrize(("name", "conf"), [("yolov5n-seg", 0.25), ("dfine-toy-seg", 0.02)])
+@pytest.mark.parametrize(("name", "conf"), sampled([("yolov5n-seg", 0.25), ("dfine-toy-seg", 0.02)], 2))
 def test_programs_without_yolofleet_find_the_boxes_and_masks_that_predict_finds(name, conf, tmp_path):
     pytest.importorskip("onnxruntime")
     images = generated_images()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import small_shapes
 from small_files import TINY
+from walks import sampled
 
 from yolofleet.config.load import resolve_train
 from yolofleet.families.weights.format import read_tensors
@@ -50,7 +51,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "settings",
-    [
+    sampled([
         {"set": ("size_low=0.5", "size_high=1.5"), "max_steps": 4},
         {"precision": "bf16"},
         {"optimizer": "AdamW", "set": ("lr0=0.001",), "lr_schedule": "cosine"},
@@ -65,7 +66,7 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
         {"log": "tensorboard", "set": ("fl_gamma=1.5", "label_smoothing=0.1", "close_mosaic=1")},
         {"optimizer": "pytorch_optimizer:Lion", "set": ("lr0=0.002", "warmup_bias_lr=0", "lr_layer_decay=0.9")},
         {"batch": 6, "nominal_batch": 20, "micro_batch": 3, "lr_scale": "linear"},
-    ],
+    ], 2),
     ids=lambda s: ",".join(s),
 )  # fmt: skip
 def test_option_trains(data: Path, settings: dict) -> None:

@@ -196,7 +196,8 @@ def is_cheap(block: Block) -> bool:
 
 
 @needs_sh
-def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_demo_and_the_quick_start_run(tmp_path: Path, is_whole: bool) -> None:
     folder = checkout(tmp_path / "as the README says")
     demo, quick_start = [block for block in RUN if block.page == README][:2]
     assert "make demo" in demo.text and "yolofleet data make" in quick_start.text
@@ -209,7 +210,8 @@ def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
     first = own[0].replace("--weights yolov5n.pt", "--model yolov5n")  # a test downloads nothing
     commands += [first.replace("YOUR/data.yaml", "runs/demo/shapes/data.yaml") + " --dry-run"]
     commands += [own[1].replace("YOUR.jpg", "runs/demo/shapes/images/val")]
-    commands += [smaller(words).partition(" ")[2] for words in quick_start.commands()]
+    if is_whole:  # else the demo alone, which has the same verbs
+        commands += [smaller(words).partition(" ")[2] for words in quick_start.commands()]
     # in this process, which has loaded torch, with a smaller network; the longer suites run both in a shell
     with working_in(folder):
         for line in commands:

@@ -232,17 +232,20 @@ def onnx_facts(path: Path) -> Iterator[str]:
 # -- networks
 
 
+def network_line(name: str) -> str:
+    description = describe(name)
+    network = outline(description, 80)
+    rows = [f"{key} {value.dtype} {tuple(value.shape)}" for key, value in network.state_dict().items()]
+    digest = hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()
+    count = sum(value.numel() for value in network.parameters())
+    return f"{name}  {description.family}  {count}  {len(rows)}  {digest[:16]}"
+
+
 def networks_text(_: Path) -> str:
     """Return every built-in network's family, number of parameters and tensors, and a digest of names, types and
     shapes of its tensors, which weights files hold; and those of the stored run's network in full."""
     lines = ["[model: family, parameters, tensors, SHA-256 of their names, types and shapes]"]
-    for name in preset_names():
-        description = describe(name)
-        network = outline(description, 80)
-        rows = [f"{key} {value.dtype} {tuple(value.shape)}" for key, value in network.state_dict().items()]
-        digest = hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()
-        count = sum(value.numel() for value in network.parameters())
-        lines.append(f"{name}  {description.family}  {count}  {len(rows)}  {digest[:16]}")
+    lines += map(network_line, preset_names())
     lines += ["", "[tensors in weights of the stored run]"]
     with safe_open(str(STORED / WEIGHTS), "pt") as file:
         for name in sorted(file.keys()):

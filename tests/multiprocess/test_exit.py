@@ -27,6 +27,7 @@ assert threads() == before, f"{threads()} threads are left, {before} were there 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_no_thread_of_a_process_group_is_left(tmp_path: Path) -> None:
     # one that is left takes Python's lock while the process exits, and aborts it (exit code -6) now and then

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, SMALL, YOLOV5N, environment, in_ranks, small_shapes, started, yolofleet
 from user_code_example import EXAMPLES, RUN
+from walks import sampled
 
 from yolofleet.support.system.proc import descendants, rank_of
 
@@ -101,12 +102,7 @@ class Failing(TrainingRecipe):
 
 @pytest.mark.parametrize(
     ("device", "rank", "aborts"),
-    [
-        ("cpu", 0, ""),
-        pytest.param("cpu:2", 1, "", marks=pytest.mark.slow),
-        ("cpu:2", 0, "1"),
-        pytest.param("cpu:2", 1, "1", marks=pytest.mark.slow),
-    ],
+    sampled([("cpu", 0, ""), ("cpu:2", 1, ""), ("cpu:2", 0, "1"), ("cpu:2", 1, "1")], 4),
 )
 def test_a_run_does_not_go_on_with_a_device_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rank: int, aborts: str

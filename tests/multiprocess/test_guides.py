@@ -65,13 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return guide_folder(made / "yolov5", small_shapes(made, images=8, val_images=2))
 
 
-# one command of each launcher, and the remaining ones in the longer suite
-QUICK = ("DDP, SyncBN, chosen GPUs, another port",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in GUIDES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
 def test_commands_for_one_machine(folder: Path, name: str) -> None:
     guide = GUIDES[name]
     port = str(free_port())

@@ -72,10 +72,9 @@ def test_two_processes_learn_what_one_learns_up_to_rounding(whole: dict[str, Pat
             assert (two[name] - t).norm() <= 2e-3 * t.norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize(
-    ("name", "device"), [pytest.param("one", "cpu", marks=pytest.mark.slow), ("two", "cpu:2")]
-)
+@pytest.mark.parametrize(("name", "device"), [("one", "cpu"), ("two", "cpu:2")])
 def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     folder: Path, data: Path, whole: dict[str, Path], name: str, device: str
 ) -> None:

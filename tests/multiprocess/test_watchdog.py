@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import environment, family, free_port, in_ranks, small_shapes, train_args
-from walks import sampled
 
 from yolofleet.config.load import resolve_train
 from yolofleet.runs.report.clock import Clock
@@ -290,7 +289,8 @@ def walk(world: World, clock: Clock) -> None:
     steps(world, clock, 100_000)
 
 
-@pytest.mark.parametrize(("stopped", "agent_store"), sampled([(0, True), (1, True), (0, False)], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("stopped", "agent_store"), [(0, True), (1, True), (0, False)])
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, stopped: int, agent_store: bool) -> None:
     (tmp_path / "step-00000008.safetensors").touch()
     with two_ranks(tmp_path, walk, agent_store=agent_store) as ranks:
@@ -341,7 +341,10 @@ def holds_pythons_lock(step: int) -> None:
     ("hang", "says", "code"),
     [
         (turns_for_ever, f"makes no progress since .*, in 'data' after step {FIRST}", 4),
-        (holds_pythons_lock, "gives no sign of life since .*, last seen in '....", -signal.SIGKILL),
+        pytest.param(
+            *(holds_pythons_lock, "gives no sign of life since .*, last seen in '....", -signal.SIGKILL),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_hangs_in_its_code_shows_its_stack(

@@ -240,7 +240,7 @@ assert not (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
     "given",
     [
         "",
-        "torch.set_float32_matmul_precision('medium')",
+        pytest.param("torch.set_float32_matmul_precision('medium')", marks=pytest.mark.slow),
         "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.allow_tf32 = True",
         pytest.param("backends.cuda.matmul.fp32_precision = 'tf32'", marks=pytest.mark.slow),
         pytest.param("backends.cudnn.conv.fp32_precision = 'ieee'", marks=pytest.mark.slow),

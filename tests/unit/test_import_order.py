@@ -203,18 +203,14 @@ def at_import_of(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_module_can_be_imported_first_and_loads_only_what_it_names(every: int) -> None:
-    """So no import is hidden in a text such as ``"yolov5.loss:anchor_loss"``: those parts are loaded when they are used.
-
-    The quick test takes each 24th module, and all of ``config`` and ``families``, where such texts are.
-    """
+def test_every_module_can_be_imported_first_and_loads_only_what_it_names() -> None:
+    """So no import is hidden in a text such as ``"yolov5.loss:anchor_loss"``: those parts are loaded when they are used."""
     script = SOURCE.parents[1] / "tests" / "first_imports.py"
-    done = subprocess.run([sys.executable, script, str(every)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) > (400 if every == 1 else 100)
+    assert len(rows) > 400
     for name, problem, loaded in rows:
         assert not problem or "No module named 'triton'" in problem, (name, problem)
         known = at_import_of(name)
@@ -411,7 +407,7 @@ def test_a_training_enters_few_files_before_its_first_worker_starts(tmp_path):
     assert len(entered) <= MOST_ENTERED, entered
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_launcher_of_two_processes_imports_no_torch_numpy_or_opencv(tmp_path):
     options = [f"--{name}={value}" for name, value in {**TOY, "device": "cpu:2"}.items()]
     options += ["--no-plots", "--val-period=0"]

@@ -117,6 +117,7 @@ def test_windows_shows_the_help_of_every_verb(tmp_path: Path) -> None:
     assert "Usage: yolofleet plan" in said and "Usage: yolofleet val" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_one_machine_trains_with_loader_processes_and_with_two_processes(system: str, tmp_path: Path) -> None:
     if system == "darwin":  # to spawn a loader process needs what Windows was made to lack

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from corpus import yolov5_objects
+from walks import sampled
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.custom import CustomDescription
@@ -216,8 +218,9 @@ def by_name(tensors):
 
 
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")  # torch, of the old format
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("names", [list(NAMES), dict(enumerate(NAMES))])
+@pytest.mark.parametrize(
+    ("legacy", "names"), sampled(product((False, True), (list(NAMES), dict(enumerate(NAMES)))), 3)
+)
 def test_a_checkpoint_with_module_objects(tmp_path, model, foreign, legacy, names):
     other = build_model(small_description(), 3, seed=9)
     content = {

@@ -9,11 +9,13 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 from commands import small_shapes
 from reference import reference
+from walks import sampled
 
 import yolofleet
 from yolofleet.cli import main
@@ -460,8 +462,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("is_installed", [True, False])
+@pytest.mark.parametrize(("script", "is_installed"), sampled(product(SCRIPTS, (True, False)), 3))
 def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, tmp_path):
     if is_installed:
         argv = [sys.executable, str(ROOT / script), "--help"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from walks import sampled
 
 from yolofleet.config.decide import Decided, decide
 from yolofleet.config.load import resolve_train
@@ -192,9 +193,9 @@ def work_of_each_rank(found: Decided, images: int, devices: int) -> list[int]:
     return [sum(len(key.samples) for key in rank.keys(plan)) for rank in ranks]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_run_is_refused_or_gives_each_rank_a_micro_batch_in_each_step(model: str) -> None:
-    recipes: Sequence[str | None] = (None, *recipe_names())
+@pytest.mark.parametrize(("model", "part"), sampled(itertools.product(MODELS, range(3)), 4))
+def test_every_run_is_refused_or_gives_each_rank_a_micro_batch_in_each_step(model: str, part: int) -> None:
+    recipes: Sequence[str | None] = (None, *recipe_names())[part::3]
     rng, ran, refused = random.Random(model), 0, 0  # a part of all combinations, the same in each run
     for recipe, new_classes in itertools.product(recipes, (False, True)):
         grid = list(itertools.product(BATCHES, MICRO_BATCHES))
@@ -221,7 +222,7 @@ def test_every_run_is_refused_or_gives_each_rank_a_micro_batch_in_each_step(mode
                         continue
                     ran += 1
                     assert min(work) >= micro and sum(work) == step, (given, images, devices, work)
-    assert ran > 100 and refused > 50
+    assert ran > 30 and refused > 15
 
 
 def test_two_devices_have_work_with_every_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from commands import called, working_in
 from label_rows import index_of, rows_by_name
 from label_tools import READ_EXPORTS, UNREAD_EXPORTS
 from pages import BLOCKS
+from walks import sampled
 
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.labels import ASSUMED, KINDS
@@ -48,7 +50,7 @@ def test_an_export_is_read_as_it_comes_from_its_tool(tmp_path: Path, name: str) 
         assert lost == export.kinds
 
 
-@EVERY
+@pytest.mark.parametrize("name", sampled(READ_EXPORTS, 2))
 def test_the_converted_export_has_the_same_boxes(tmp_path: Path, name: str) -> None:
     data, out = written(name, tmp_path), str(tmp_path / "out")
     done = called("data", "convert", data, "--to", "yolo", "--out", out)
@@ -59,8 +61,7 @@ def test_the_converted_export_has_the_same_boxes(tmp_path: Path, name: str) -> N
         assert np.allclose(copy.boxes_cxcywh_unit, source.boxes_cxcywh_unit, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
-@pytest.mark.parametrize("name", UNREAD_EXPORTS)
+@pytest.mark.parametrize(("name", "is_folder"), sampled(product(UNREAD_EXPORTS, (True, False)), 3))
 def test_the_refusal_of_another_format_names_it_and_the_way_out(
     tmp_path: Path, name: str, is_folder: bool
 ) -> None:

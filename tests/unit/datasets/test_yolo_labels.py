@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 from label_rows import index_of, rows_of
 from small_data import yolo_set
+from walks import sampled
 
 from yolofleet.data.datasets import yolotxt
 from yolofleet.data.datasets.index import build_index
@@ -226,7 +227,7 @@ def test_a_polygon_that_resembles_a_pose_is_one_where_most_rows_are_polygons(tmp
     assert boxes(index)[0] == pytest.approx(box, abs=1e-6)
 
 
-@pytest.mark.parametrize("row", ["0 0 0 1 1\n", "0 1 1 0 1 1 0\n", "0 1\n"])
+@pytest.mark.parametrize("row", sampled(["0 1 1 0 1 1 0\n", "0 0 0 1 1\n", "0 1\n"], 3))
 def test_the_largest_file_of_labels_needs_less_than_2_gib(tmp_path, row):
     size = 1 << 18
     yaml = yolo_set(tmp_path, {"a": row * (size // len(row)), "good": MANY})

@@ -35,10 +35,10 @@ HERE = [name for name in ("torchscript", "onnx", "openvino") if not [
 ]]  # fmt: skip
 FORMS = {"fixed": (2, SIZE_HW), "batch": (None, SIZE_HW), "size": (1, None), "both": (None, None)}
 QUICK = {
-    (family, "torchscript", "both") for family in FAMILIES if not family.startswith(("rtdetr", "rfdetr"))
-} | {
-    ("dfine-toy", "onnx", "both"),
+    ("yolov5n", "torchscript", "both"),
+    ("ppyoloe-s", "torchscript", "both"),
     ("rtdetr-toy", "onnx", "fixed"),
+    ("dfine-toy-seg", "torchscript", "both"),
     ("rfdetr-toy-seg", "torchscript", "both"),
     ("yolov5n-seg", "onnx", "both"),
     ("yolov5n-seg", "openvino", "fixed"),

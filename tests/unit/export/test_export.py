@@ -13,6 +13,7 @@ import pytest
 import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network, pictures
 from torch import nn
+from walks import chosen
 
 from yolofleet.config.load import resolve_export
 from yolofleet.data.geometry.boxes import Decoded
@@ -106,9 +107,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(
-    "format", [name if name == "openvino" else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", HERE)
 def test_ctrl_c_still_interrupts_after_a_runtime_was_used(model, format, tmp_path):
     """OpenVINO's leaves a stack for signals behind that is gone: the process would end with a segmentation fault."""
     out = tmp_path / ("m" + FORMATS[format].suffix)
@@ -260,7 +260,7 @@ def test_a_torchscript_file_is_verified_with_torchs_own_loader(model, tmp_path, 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a limit on the size of files stands for a full disk")
-@pytest.mark.parametrize("format", QUICK)
+@pytest.mark.parametrize("format", chosen(QUICK, "torchscript"))
 def test_a_full_disk_is_named_and_leaves_nothing(weights, format, tmp_path):
     out = tmp_path / f"full{FORMATS[format].suffix}"
     program = (
@@ -276,7 +276,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(weights, format, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("format", HERE)
+@pytest.mark.parametrize("format", chosen(HERE, "onnx"))
 def test_an_export_needs_no_folder_for_temporary_files(model, format, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     nms = Suppression(0.25, 0.45, 300, False) if FORMATS[format].nms else None

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from label_rows import index_of
 from small_data import write_picture, yolo_set
+from walks import sampled
 
 from yolofleet.data.input import cache as cache_module
 from yolofleet.data.input.cache import ImageCache, reduction_for, resized_wh, shared_file, shared_memory
@@ -295,8 +296,9 @@ def _open_with_token(index, token, ready, go, results):
 
 
 @linux_only
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("mode", ["ram", "disk"])
+@pytest.mark.parametrize(
+    ("mode", "method"), sampled([("ram", "fork"), ("ram", "spawn"), ("disk", "fork"), ("disk", "spawn")], 3)
+)
 def test_processes_that_are_started_share_the_copy(index, method, mode):
     context = multiprocessing.get_context(method)
     cache = ImageCache(index, 64, mode)

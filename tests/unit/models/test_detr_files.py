@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from walks import sampled
 
 from yolofleet import Model, load_model
 from yolofleet.config.schema.verbs import ExportConfig
@@ -101,7 +102,7 @@ def test_the_activation_is_part_of_a_description_and_stays_in_files_and_folded_n
 
 @pytest.mark.parametrize(
     ("file", "cfg", "read_as", "said"),
-    [
+    sampled([
         ("deim_dfine_hgnetv2_n_coco_160e.pth", "", "deim-n", ""),
         ("DEIM-n.pth", "", "deim-n", ""),
         ("dfine_n_coco.pth", "", "dfine-n", ""),
@@ -112,8 +113,8 @@ def test_the_activation_is_part_of_a_description_and_stays_in_files_and_folded_n
         ("best_stg2.pth", "deim-n", "deim-n", ""),
         ("deim.pth", "dfine-n", "dfine-n", ""),
         ("deim/model.safetensors", "", "deim-n", "--cfg dfine-n"),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_a_file_with_the_parts_of_dfine_says_by_whom_it_was_trained_or_the_program_says_what_it_assumed(
     file, cfg, read_as, said, tmp_path
 ):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from walks import sampled
 
 from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.families.build import build_model, outline
@@ -290,7 +291,7 @@ def test_folded_networks_find_the_same_masks_without_blocks_that_only_the_traini
     assert len(folded.masks.blocks) == model.description.used_layers
 
 
-@every_network
+@pytest.mark.parametrize("name", sampled(SMALL, 3))
 def test_a_traced_graph_returns_the_three_parts_for_other_sizes(name: str) -> None:
     graph = ExportGraph(built(name))
     with quiet():
@@ -309,7 +310,7 @@ def weights_of(model: Detector) -> Weights:
     return Weights(model.state_dict(), WeightsHeader.of(model, img=64))
 
 
-@every_network
+@pytest.mark.parametrize("name", sampled(SMALL, 3))
 def test_weights_of_boxes_start_a_network_of_masks_and_the_other_way_round(name: str, tmp_path: Path) -> None:
     boxes, masked = built(name, 0, seed=1), built(name, seed=2)
     write_weights(tmp_path / "boxes.safetensors", weights_of(boxes))

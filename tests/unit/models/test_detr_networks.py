@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from walks import sampled
+from walks import chosen
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.decoder import bin_values, moved
@@ -349,7 +349,8 @@ def test_a_folded_network_has_the_same_predictions_without_norms_and_training_pa
     assert len(again.decoder.decoder.layers) == used  # folding again changes nothing
 
 
-@pytest.mark.parametrize("name", sampled(SMALL, 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_the_traced_graph_accepts_other_sizes(name):
     graph, x, y = ExportGraph(lively(name)), images(2, 64, 96), images(3, 128, 64)
     with quiet():
@@ -372,7 +373,7 @@ def test_a_graph_in_16_bits_has_boxes_in_32(name):
     assert found.dtype == torch.float32 and found.isfinite().all()
 
 
-@pytest.mark.parametrize("name", sampled(SMALL, 3))
+@pytest.mark.parametrize("name", chosen(SMALL, "dfine-l"))
 @pytest.mark.parametrize(
     "varies", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fixed", "variable"]
 )

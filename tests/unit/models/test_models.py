@@ -4,12 +4,14 @@ import copy
 import json
 import sys
 import textwrap
+from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from walks import sampled
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.networks.blocks import Focus, Proto, Upsample
@@ -391,8 +393,10 @@ def test_images_of_a_pass_that_kernels_can_index(name: str, elements: int) -> No
     assert images_within_index(model, 1 << 16) == 0
 
 
-@pytest.mark.parametrize("classes", [1, 80, 3000])
-@pytest.mark.parametrize("name", ["yolov3-spp", "yolov3-tiny", "yolov5x", "yolov5n6", "ppyoloe-x"])
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    sampled(product(["yolov3-spp", "yolov3-tiny", "yolov5x", "yolov5n6", "ppyoloe-x"], [1, 80, 3000]), 4),
+)
 def test_a_pass_that_a_kernel_cannot_index_is_suspected_from_its_size(name: str, classes: int) -> None:
     fit = images_within_index(outline(describe(name), classes).eval(), 640)
     assert may_exceed_index(fit + 1, 640, classes)

@@ -222,8 +222,11 @@ def test_every_built_in_network_has_figures():
 @pytest.mark.parametrize(
     "name",
     [
-        *("yolov5n", "ppyoloe-s", "dfine-n", "rtdetrv2-r50m"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rfdetr-n", "rfdetr-s-seg")),
+        *("yolov5n", "ppyoloe-s", "dfine-n"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("rtdetrv2-r50m", "rfdetr-n", "rfdetr-s-seg")
+        ),
     ],
 )
 def test_figures_of_networks_are_those_of_the_code(name):

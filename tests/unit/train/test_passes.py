@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +12,7 @@ from commands import small_shapes
 from small_files import TINY_YAML
 from small_training import SmallRun, small_run
 from torch import nn
+from walks import sampled
 
 from yolofleet import Model
 from yolofleet.families.networks.detector import Detector
@@ -25,8 +27,10 @@ def gradient(run: SmallRun) -> torch.Tensor:
     return torch.cat([bucket.flat for bucket in run.state.buckets.buckets])
 
 
-@pytest.mark.parametrize("model", ["yolov5-narrow", "darknet-narrow", "ppyoloe-narrow"])
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    sampled(product(["yolov5-narrow", "darknet-narrow", "ppyoloe-narrow"], [["cpu"], ["cpu", "cpu"]]), 3),
+)
 def test_blocks_that_are_computed_again_give_the_same_bits(model: str, devices: list[str]) -> None:
     found = []
     for checkpoints in (False, True):
