@@ -220,8 +220,9 @@ def test_a_push_uploads_weights_card_and_picture_and_the_name_loads_them(hub, we
     with pytest.raises(CheckpointError, match="names a revision"):
         run.invoke(push_command, [str(folder.path), f"hf:me/mine@{commit}"], catch_exceptions=False)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(DownloadError):
-        run.invoke(push_command, [str(folder.path), "hf:me/mine"], catch_exceptions=False)
+    with pytest.raises(DownloadError) as refused:
+        run.invoke(push_command, [str(folder.path), "hf:me/new"], catch_exceptions=False)
+    assert "hf auth login" in str(refused.value) and "network" not in str(refused.value)
     shutil.rmtree(folder.weights)
     with pytest.raises(ConfigError, match="has no weights/best"):
         run.invoke(push_command, [str(folder.path), "hf:me/mine"], catch_exceptions=False)

@@ -28,6 +28,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 OURS, TRANSFORMERS, CARD = "best.safetensors", ("model.safetensors", "config.json"), "README.md"
 MAX_CARD_BYTES = 1 << 20
+_LOG_IN = "log in with a token that may do this: hf auth login, or set HF_TOKEN; check USER in the name"
 _OFFLINE_HUB = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -256,10 +257,9 @@ def _asking(name: str) -> Iterator[tuple[Any, Any]]:
         elif isinstance(problem, errors.RevisionNotFoundError):
             why, hint = "the repository has no such revision", f"choose a commit of {page}/commits/main"
         else:
-            why, hint = (
-                screen_line(Redaction(os.environ)(first), limit=300),
-                "check the network, and try again",
-            )
+            why = screen_line(Redaction(os.environ)(first), limit=300)
+            status = getattr(getattr(problem, "response", None), "status_code", 0)
+            hint = _LOG_IN if status in (401, 403) else "check the network, and try again"
         raise DownloadError(f"{name}: {why}", hint=hint) from None
     finally:
         client.close_session()  # a process that is forked later would share its connections
