@@ -137,6 +137,17 @@ def test_names_that_are_classes_are_no_videos(folder):
     assert index_of(folder / "out", "val").class_counts().tolist() == [2, 2]
 
 
+def test_two_groups_of_equal_size_are_divided_by_image(folder):
+    yolo_set(folder / "set", {f"{clip}_{n:02d}": "0 0.5 0.5 0.2 0.4\n" for clip in "ab" for n in range(10)})
+    done = called("data", "split", "set", "--out", "out")
+    assert (
+        done.code == 0 and "not grouped by name, because a split would get none of the 2 groups" in done.out
+    )
+    assert [len(stems(folder / "out", split)) for split in ("train", "val")] == [16, 4]
+    done = called("data", "split", "set", "--out", "never", "--group", "name")
+    assert done.code == 2 and "val would get none of the 20 images in 2 groups" in done.err
+
+
 @pytest.mark.parametrize(
     ("names", "groups"),
     [

@@ -99,7 +99,7 @@ def split_dataset(
     elif group in ("auto", "name", "none"):
         groups = names if group == "none" else groups_by_name(names)
         united = groups_with_copies(groups, pool.paths, copies)
-        why = Stratification(united, owner, classes, count, seed).why_not(shares["train"])
+        why = Stratification(united, owner, classes, count, seed).why_not(list(shares.values()))
         if why and group == "auto" and len(set(groups)) < len(groups):
             done.notes.append(f"not grouped by name, because {why} (--group name does it nevertheless)")
             groups = names

@@ -107,7 +107,7 @@ def parted_groups(indexes: Sequence[DataIndex]) -> list[str]:
     owner = np.repeat(np.arange(len(names)), np.concatenate([np.diff(index.offsets) for index in indexes]))
     classes = np.concatenate([index.classes for index in indexes])
     share = UNIT * int((splits == "train").sum()) // len(names)
-    if Stratification(groups, owner, classes, len(indexes[0].names), 0).why_not(share):
+    if Stratification(groups, owner, classes, len(indexes[0].names), 0).why_not([share]):
         return []
     found: dict[str, dict[str, str]] = {}
     for name, group, split in zip(names, groups, splits.tolist(), strict=True):
@@ -242,13 +242,17 @@ class Stratification:
             over[split, self.column[own]] += weight[own]
             chosen[group] = split
 
-    def why_not(self, train_share: int) -> str:
-        """Return why the groups are hardly frames of videos; "" if they may be."""
+    def why_not(self, shares: Sequence[int]) -> str:
+        """Return why the groups are hardly frames of videos, or cannot be divided; "" if neither is known."""
         sizes = np.bincount(self.member)
-        if sizes.max() * UNIT > train_share * len(self.member):
+        if sizes.max() * UNIT > shares[0] * len(self.member):
             return f"the largest group would have {sizes.max()} of {len(self.member)} images"
         is_class = self.column < self.columns - 2
         groups = np.bincount(self.column[is_class], minlength=self.columns - 2)
         several = np.unique(self.column[is_class & (sizes[self.group] > 1)])  # classes of a larger group
         alone, known = int((groups[several] == 1).sum()), int((groups > 0).sum())
-        return f"{alone} of {known} classes would be in one group only" if alone * 2 > known else ""
+        if alone * 2 > known:
+            return f"{alone} of {known} classes would be in one group only"
+        if len(np.unique(self.split(shares))) < len(shares):
+            return f"a split would get none of the {len(sizes)} groups"
+        return ""
