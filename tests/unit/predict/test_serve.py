@@ -337,6 +337,7 @@ INTERFACES = [
     ('<!DOCTYPE x [<!ENTITY a "b">]><View/>', "it has a document type"),
     ("<View>" * 200_000, "label_config cannot be read"),
     ('<View><Image name="i" value="$image"/><BrushLabels name="b"/></View>', "has no <RectangleLabels>"),
+    (INTERFACE.replace("dog", "Dog"), "<RectangleLabels> of the labelling interface has no label for"),
 ]
 
 
@@ -350,6 +351,18 @@ def test_an_interface_without_a_place_for_boxes_is_refused(server: Served) -> No
     for interface, says in INTERFACES:
         answer = server.ask_tasks([{"data": {"image": as_url(picture())}}], label_config=interface)
         assert answer.status == 422 and says in answer.refusal(), interface[:80]
+
+
+def test_the_server_says_once_which_classes_an_interface_lacks(server: Served, capfd: Any) -> None:
+    task = [{"data": {"url": as_url(picture())}}]
+    whole = "".join(f'<Label value="x" alias="{name}"/>' for name in NAMES)
+    assert server.ask_tasks(task, label_config=INTERFACE.replace('<Label value="dog"/>', whole)).status == 200
+    assert server.ask_tasks(task, label_config=INTERFACE.replace('<Label value="dog"/>', "")).status == 200
+    assert "no label" not in capfd.readouterr().err
+    lacking = INTERFACE.replace("</View>", f'<PolygonLabels name="p">{whole}</PolygonLabels></View>')
+    assert [server.ask_tasks(task, label_config=lacking).status for _ in range(2)] == [200, 200]
+    said = capfd.readouterr().err
+    assert said.count("has no label for") == 1 and all(name in said for name in NAMES if name != "dog")
 
 
 def test_only_addresses_below_that_of_label_studio_are_opened(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import xml.parsers.expat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from yolofleet.inference.predict.labelling import label_studio_prediction
 from yolofleet.inference.predict.results import Prediction
 from yolofleet.storage.request import Redirects, Refused, Transient, open_url
 from yolofleet.support.errors import DataError
-from yolofleet.support.text import shown, size_text
+from yolofleet.support.text import listed, shown, size_text
 
 MOST_TASKS = 1000
 MOST_VALUES = 2_000_000  # of the JSON of a request: each takes 64 bytes of memory or more
@@ -40,18 +41,36 @@ class Interface:
         key: of the image in the data of a task; None: the only one.
         image: name of the image.
         controls: type of a result -> name of the control. The defaults are those of ``predict --save-as label-studio``.
+        labels: type of a result -> the labels of the first control of that type; none if they come from the task.
     """
 
     key: str | None = None
     image: str = "image"
     controls: dict[str, str] = field(default_factory=lambda: {kind: kind for kind in _CONTROLS.values()})
+    labels: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: str) -> Interface:
         """Return that of a labelling configuration (XML). Raise DataError if it cannot be read."""
         tags: dict[str, dict[str, str]] = {}  # the first one of each name
+        labels: dict[str, set[str]] = {}
+        inside = ""  # the control whose labels follow
+
+        def start(tag: str, attributes: dict[str, str]) -> None:
+            nonlocal inside
+            inside = inside or (tag if tag in _CONTROLS and tag not in tags else "")
+            if inside and tag == "Label":
+                labels.setdefault(_CONTROLS[inside], set()).update(
+                    map(attributes.get, ("value", "alias"), ("", ""))
+                )
+            tags.setdefault(tag, attributes)
+
+        def end(tag: str) -> None:
+            nonlocal inside
+            inside = "" if tag == inside else inside
+
         parser = xml.parsers.expat.ParserCreate()
-        parser.StartElementHandler = tags.setdefault
+        parser.StartElementHandler, parser.EndElementHandler = start, end
         parser.StartDoctypeDeclHandler = _refuse_doctype
         try:
             parser.Parse(config[:MAX_INTERFACE_CHARACTERS], True)
@@ -63,15 +82,20 @@ class Interface:
         image = tags.get("Image", {})
         controls = {kind: tags[tag].get("name", "") for tag, kind in _CONTROLS.items() if tag in tags}
         key = image.get("value", "").removeprefix("$") or None
-        return cls(key, image.get("name", "image"), controls)
+        return cls(key, image.get("name", "image"), controls, labels)
 
-    def check(self, *, masks: bool) -> None:
-        """Raise DataError if it has no place for what the network finds."""
+    def missing(self, names: Sequence[str], *, masks: bool) -> list[str]:
+        """Return the classes that it has no label for. Raise DataError if it has no place for what the network finds."""
         tag = "PolygonLabels" if masks else "RectangleLabels"
-        if _CONTROLS[tag] not in self.controls:
-            raise DataError(
-                f"the labelling interface has no <{tag}>", hint="add one with the names of the classes"
-            )
+        hint = "add one with the names of the classes"
+        if (kind := _CONTROLS[tag]) not in self.controls:
+            raise DataError(f"the labelling interface has no <{tag}>", hint=hint)
+        known = self.labels.get(kind) or {*names}
+        missing = [name for name in names if name not in known]
+        if len(missing) == len(names):
+            what = f"<{tag}> of the labelling interface has no label for {listed([*map(shown, names)])}"
+            raise DataError(what, hint=hint)
+        return missing
 
 
 def _refuse_doctype(*_: object) -> None:

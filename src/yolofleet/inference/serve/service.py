@@ -39,7 +39,7 @@ from yolofleet.inference.serve.metrics import Metrics
 from yolofleet.support import http_server
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.text import echo, screen_line, size_text
+from yolofleet.support.text import echo, listed, screen_line, shown, size_text
 
 BODY_S = 60.0  # until the body of a request is complete
 DRAIN_S = 5.0  # to read and drop a refused body: most clients read no answer before they have sent all
@@ -89,6 +89,7 @@ class Service(Closing):
         self._changed = lru_cache(maxsize=64)(lambda *pairs: predictor.changed(**dict(pairs)))
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decode")
         self._requests = self._bytes = self._pixels = 0  # now
+        self._has_said_missing = False
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     def close(self) -> None:
@@ -235,7 +236,10 @@ class Service(Closing):
     async def _results_of_tasks(self, body: bytes, predictor: Predictor) -> list[dict[str, Any]]:
         """Return the predictions of all tasks. Raise DataError or Refusal for the first that cannot be predicted."""
         tasks, interface = await self._in_thread(read_request, body)
-        interface.check(masks=self.predictor.task.name == "masks")
+        every, wanted = self.predictor.names, self.predictor.classes
+        names = [every[number] for number in wanted] if wanted else every
+        if missing := interface.missing(names, masks=self.predictor.task.name == "masks"):
+            self._say_missing(missing)
         config, results = self.config, list[dict[str, Any]]()
 
         async def result(number: int) -> dict[str, Any]:
@@ -251,6 +255,13 @@ class Service(Closing):
                     raise one
                 results.append(one)
         return results
+
+    def _say_missing(self, names: list[str]) -> None:
+        """Print once that people will not see some objects: a client could fill a log with it."""
+        if not self._has_said_missing:
+            what = f"the labelling interface has no label for {listed([*map(shown, names)])}: Label Studio cannot show such objects"
+            echo(f"serve: {what}; predict --save-as label-studio writes an interface", to=sys.stderr)
+        self._has_said_missing = True
 
     # -- images ------------------------------------------------------------------------------------
 
