@@ -17,6 +17,7 @@ from yolofleet.cli.report import run_command
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.storage.foreign import digest_of
+from yolofleet.tasks.boxes.plots import SHOWN_SCORE
 from yolofleet.training.start_facts import SCRATCH, start_facts
 
 NAMES = ("cat", "dog")
@@ -140,6 +141,18 @@ def test_weights_of_the_hub_are_named_with_their_commit(made):
     front, text = parts(folder)
     assert front["base_model"] == "someone/net"
     assert f"--weights {name}" in text
+
+
+def test_a_card_says_how_to_get_the_weights_and_which_run_they_started_from(made, tmp_path):
+    given = "/mnt/customer/runs/first/weights/best.safetensors"
+    folder = made(start={"weights": {"given": given, "sha256": "ab" * 32}}, settings=[f"weights={given}"])
+    folder.plots.joinpath("val_predictions.jpg").write_bytes(b"picture")
+    write_report(folder)
+    _, text = parts(folder)
+    assert "Start weights: first/weights/best.safetensors," in text and "customer" not in text
+    assert "--weights first/weights/best.safetensors" in text
+    assert "not on PyPI" in text and "`--weights hf:USER/NAME`" in text
+    assert f"score of at least {SHOWN_SCORE}" in text
 
 
 def test_a_card_has_no_secret(made, monkeypatch):

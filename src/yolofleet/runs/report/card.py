@@ -27,7 +27,7 @@ from yolofleet.support.redaction import Redaction
 from yolofleet.support.text import inform, screen_line
 
 BEST = "best.safetensors"
-PICTURE = "plots/val_predictions.jpg"
+PICTURE, LEAST_SCORE = "plots/val_predictions.jpg", 0.25  # of the predictions that it shows
 MOST_CLASSES = 100  # rows of the table of classes
 MOST_LETTERS = 100  # of a name
 # settings of execution that say where a run computes, which the result does not depend on
@@ -41,6 +41,10 @@ _LICENCES = (
      "start weights and their licence."),
     ("public domain", "other", "The start weights set no conditions."),
 )  # fmt: skip
+_USE = (
+    "Install yolofleet from a checkout of its repository: it is not on PyPI yet. From a repository on the Hugging Face hub, "
+    "`--weights hf:USER/NAME` takes the file by name."
+)
 _UNKNOWN = "yolofleet does not know the licence of this file. Ask its authors before you publish the result."
 _SCRATCH = (
     "The run started from random weights, so no licence of other weights applies. Choose a licence for the result, and "
@@ -85,6 +89,7 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
     parts = [f"---\n{write_yaml(front)}---\n\n# {_plain(run['name'])}"]
     parts += [_summary(run, kind, hide), *([_figures(run, best)] if best else [])]
     if (folder.path / PICTURE).is_file():
+        parts.append(f"Predictions with a score of at least {LEAST_SCORE} on images of the validation:")
         parts.append(f"![Predictions on images of the validation]({PICTURE})")
     parts += _classes(run)
     rows = [[f"index of `{_code(split)}`, BLAKE2b", f"`{_code(digest)}`"] for split, digest in data.items()]
@@ -93,7 +98,7 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
     if same := run["results"].get("weights_sha256"):
         rows.append(["tensors of the last weights, SHA-256", f"`{_code(same)}`"])
     parts += ["## Data and weights", f"Data set: {_plain(named_data)}.", _table(["what", "digest"], rows)]
-    parts += ["## Use", _fenced("yolofleet predict --weights best.safetensors --source FOLDER")]
+    parts += ["## Use", _USE, _fenced("yolofleet predict --weights best.safetensors --source FOLDER")]
     parts += ["## Licence", _start_text(start, hide), follows]
     parts += ["## Repeat this training", _fenced(words), _same_bits(run, is_exact)]
     fleet, versions = (_mapping(run["results"].get(name)) for name in ("fleet", "versions"))
@@ -251,11 +256,12 @@ def _plain(value: Any) -> str:
 
 
 def _public(word: str, hide: Redaction) -> str:
-    """Return a word of a command without secrets, and of an absolute path its last two names."""
+    """Return a word of a command without secrets, and of an absolute path its last two names, and the name of a run."""
     if HUB_NAME.fullmatch(word):  # its commit looks like a secret
         return word
     path = Path(hidden := hide(word))
-    return "/".join(path.parts[1:][-2:]) if path.is_absolute() else hidden
+    kept = 3 if path.parts[-2:] == ("weights", BEST) else 2  # all runs have such a file
+    return "/".join(path.parts[1:][-kept:]) if path.is_absolute() else hidden
 
 
 def _code(value: Any) -> str:
