@@ -33,8 +33,8 @@ class NetworkSettings(CodeSettings):
 
     weights: Annotated[Texts, BeforeValidator(file_of_weights)] = input_setting(
         (),
-        "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
-        "for an ensemble",
+        "weights: a file .safetensors, .pt, .weights or .pdparams (read as data, never executed), an exported file, the "
+        "folder of a run, a published name, or hf:USER/NAME; repeat it for an ensemble",
     )
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     trust: bool = input_setting(False, TRUST_HELP, in_files=False)

@@ -195,7 +195,9 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
     """Settings of a training that a measurement of its parts has, too."""
 
     weights: Weights = input_setting(
-        "", "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed"
+        "",
+        "start weights: a file .safetensors, .pt, .weights or .pdparams (nothing in it is executed), the folder of a run, a "
+        "published name, or hf:USER/NAME",
     )
     recipe: str = input_setting(
         "", "hyperparameters: recipe name or file; default: the recipe of the model family"
