@@ -45,6 +45,27 @@ class Slow(Callback):
         time.sleep(0.2)
 """
 
+LATE = """
+import signal
+from pathlib import Path
+from yolofleet import Callback
+from yolofleet.training.report import TrainReport
+
+finish = TrainReport.finish
+
+
+def stopped(report):
+    if not Path("stopped").exists():
+        Path("stopped").touch()
+        signal.raise_signal(signal.SIGTERM)
+    finish(report)
+
+
+class Late(Callback):
+    def __init__(self):
+        TrainReport.finish = stopped
+"""
+
 
 def rows(run: Path) -> list[tuple[str, str, str]]:
     with (run / "results.csv").open() as file:
@@ -93,6 +114,20 @@ def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path
     assert 1 <= len(rows(run)) <= 2
     in_ranks(tmp_path, 1, "train", "--resume", run)
     assert [epoch for epoch, _, _ in rows(run)] == ["1", "2", "3"] and rows(run)[2][2]
+
+
+def test_a_stop_after_the_last_step_names_the_command_that_writes_the_report(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    args = train_args(
+        small_shapes(tmp_path), "--epochs", "1", "--device", "cpu", "--callbacks", "late.py:Late"
+    )
+    run = tmp_path / "runs" / "train" / "exp"
+    said = yolofleet(tmp_path, *args, code=75).err
+    assert "stopped on request after the last step" in said and "from : SIGTERM" in said
+    command = next(line for line in said.splitlines() if "try  : " in line).partition("yolofleet ")[2]
+    assert "--resume" in command and not (run / "results.json").exists()
+    yolofleet(tmp_path, *shlex.split(command))
+    assert results(run)["steps"] == int(list(csv.DictReader((run / "results.csv").open()))[-1]["step"])
 
 
 def test_a_stopped_run_has_a_report_of_its_last_validation(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from yolofleet.runs.checkpoint.store import CheckpointStore
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.support.errors import Stopped
 from yolofleet.tasks.table import task_of
 from yolofleet.training.advice import show_advice
 from yolofleet.training.agreement import have_equal_kernels
@@ -77,7 +78,11 @@ def train(
             callbacks = run.training.report.callbacks
             with callbacks.ending(run.training.state) if callbacks else nullcontext():
                 run.training.train()
-                run.training.report.finish()
+                try:
+                    run.training.report.finish()
+                except KeyboardInterrupt as problem:
+                    what = "stopped on request after the last step; the state is saved, the report is not"
+                    raise Stopped(what, source=f"{problem}" or "Ctrl-C", hint=folder.resume_command) from None
 
 
 def _copies(resolved: Resolved[TrainConfig], world: World, folder: RunFolder) -> AbstractContextManager[None]:
