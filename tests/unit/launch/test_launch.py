@@ -22,6 +22,7 @@ from yolofleet.fleet.hosts.agent_process import (
 from yolofleet.fleet.hosts.endings import exit_text
 from yolofleet.fleet.launch.local import explain
 from yolofleet.fleet.launch.machines import fleet_of
+from yolofleet.fleet.launch.plan import plan_run, start
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
@@ -35,6 +36,16 @@ def test_the_agents_command_is_exactly_this() -> None:
         "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
         f"--log-dir={os.devnull}", *worker_argv("/r/my run", "/r/my run/logs/job.yaml", "0"),
     ]  # fmt: skip
+
+
+def test_processes_are_announced_also_where_this_one_has_loaded_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "torch" in sys.modules  # as in a notebook
+    monkeypatch.setattr("yolofleet.fleet.launch.local.run_processes", lambda *_: (0, RunFolder(tmp_path)))
+    config, recipe = resolve_train({"data": "shapes", "model": "yolov5n", "device": "cpu:2"})
+    start(plan_run(config, recipe))
+    assert "starting 2 processes (yolov5n, shapes): loading PyTorch" in capfd.readouterr().err
 
 
 def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         return run_on_hosts(plan)
     if not is_worker():
         _check_data(plan.config.value)
-    if "torch" not in sys.modules and not is_worker():
+    if not is_worker() and (plan.processes > 1 or "torch" not in sys.modules):  # as in a notebook
         inform(_what_starts(plan))  # the header of the run comes seconds later
     if plan.processes > 1:
         from yolofleet.fleet.launch.local import run_processes
