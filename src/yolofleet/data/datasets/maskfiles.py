@@ -16,12 +16,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from yolofleet.data.datasets.annotations import files_found
 from yolofleet.data.datasets.labels import Problem, ProblemLog
 from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, Stamp, read_labels, stamp
 from yolofleet.data.datasets.spec import DatasetSpec, Format, Splits, SplitSource
 from yolofleet.data.datasets.yolotxt import walk
 from yolofleet.data.geometry import rle
-from yolofleet.data.images.header import header_of_file
+from yolofleet.data.images.header import IMAGE_SUFFIXES, header_of_file
 from yolofleet.support.errors import YolofleetError
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp")  # without loss: JPEG changes numbers
@@ -41,8 +42,11 @@ class MaskFiles(LabelFiles):
         """Find the masks of the images in ``path``: below a folder ``images``, or in folders for each image."""
         found = [(image, about) for image, about in walk(str(path)) if f"{os.sep}masks{os.sep}" not in image]
         self.images, self.stamps = [image for image, _ in found], [about for _, about in found]
-        self.labels = [_masks_of(image) for image in self.images]
+        folders = dict[str, dict[str, str]]()
+        self.labels = [_masks_of(image, folders) for image in self.images]
         self.label_stamps = [_stamp(file) for file in self.labels]
+        self.problems = _strays(folders, set(self.labels))
+        self.key_text = repr(self.problems)
 
     @property
     def has_masks(self) -> bool:
@@ -86,16 +90,44 @@ class MaskFiles(LabelFiles):
         return self.labels[image], None, f"object {mark}: "
 
 
-def _masks_of(image: str) -> str:
-    """Return the file or folder with the masks of an image, or the path that such a file would have."""
+def _masks_of(image: str, folders: dict[str, dict[str, str]]) -> str:
+    """Return the file or folder with the masks of an image, or the path that such a file would have.
+
+    Args:
+        folders: ``_names_in`` of folders of masks; gets others.
+    """
     folder, name = os.path.split(image)
     stem, parts = os.path.splitext(name)[0], list(Path(folder).parts)
     at = max((at for at, part in enumerate(parts) if part == "images"), default=len(parts))
     beside = os.path.join(*parts[:at], "masks", *parts[at + 1 :])
-    options = [os.path.join(beside, stem + suffix) for suffix in _SUFFIXES] + [os.path.join(beside, stem)]
-    if at == len(parts) - 1 and parts[at - 1] == stem:  # a folder for this image
-        options.append(beside)
-    return next((option for option in options if os.path.exists(option)), options[0])
+    if beside not in folders:
+        folders[beside] = _names_in(beside)
+    named, options = folders[beside], [*(stem + suffix for suffix in _SUFFIXES), stem]
+    if own := next((named[option] for option in options if option in named), None):
+        return os.path.join(beside, own)
+    is_folder_of_image = at == len(parts) - 1 and parts[at - 1] == stem and os.path.isdir(beside)
+    return beside if is_folder_of_image else os.path.join(beside, stem + _SUFFIXES[0])
+
+
+def _names_in(folder: str) -> dict[str, str]:
+    """Return the names in a folder by themselves, and with a suffix in lower case."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    lower = {stem + suffix.lower(): stem + suffix for stem, suffix in map(os.path.splitext, names)}
+    return lower | dict(zip(names, names, strict=True))
+
+
+def _strays(folders: dict[str, dict[str, str]], used: set[str]) -> list[tuple[Problem, int]]:
+    """Return the images in folders of masks that belong to no image."""
+    left = [
+        os.path.join(folder, name)
+        for folder in folders.keys() - used
+        for name in set(folders[folder].values())
+        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+    ]
+    return files_found(
+        "labels-without-image",
+        [(file, "is no mask of an image") for file in sorted(left) if file not in used],
+    )
 
 
 def _files(masks: str) -> list[str]:
@@ -176,7 +208,7 @@ def _in_folder(root: Path) -> tuple[Splits, dict[str, YolofleetError]]:
 
 def _has_masks(folder: Path) -> bool:
     """Return whether one of the first images has masks."""
-    return any(os.path.exists(_masks_of(image)) for image in _first_images(folder))
+    return any(os.path.exists(_masks_of(image, {})) for image in _first_images(folder))
 
 
 def _first_images(folder: Path) -> Iterable[str]:
