@@ -52,7 +52,7 @@ from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, screen_line
 
-_FORMAT = 7
+_FORMAT = 8
 
 
 class CocoFiles(SplitReader):

@@ -169,13 +169,16 @@ class TableBuilder:
                 self._problem("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
                 return
         outline = entry.get("segmentation")
-        polygons = [] if flags["iscrowd"] and not self._masks else _polygons_of(outline)
+        polygons, broken = ([], "") if flags["iscrowd"] and not self._masks else _polygons_of(outline)
         if not box and polygons:
             corners = np.concatenate([np.reshape(polygon, (-1, 2)) for polygon in polygons])
             low, high = corners.min(0), corners.max(0)
             box = [*low.tolist(), *(high - low).tolist()]
             what = f"{where}it has no bbox, so the box around its polygons is taken"
             self._problem("box-derived", "bbox", what)
+        if broken and self._masks:
+            polygons = []
+            self._problem("mask-unreadable", "polygon", f"{where}its mask cannot be read: {broken}")
         if not box and isinstance(outline, dict):
             box, what = _box_of_mask(outline)
             if box:
@@ -373,14 +376,23 @@ def _number(ids: dict[Id, int], value: Any) -> int:
     return ids.setdefault(value, len(ids))
 
 
-def _polygons_of(found: object) -> list[list[float]]:
-    """Return the polygons of a ``segmentation``, also one alone without a list around it.
+def _polygons_of(found: object) -> tuple[list[list[float]], str]:
+    """Return the polygons of a ``segmentation``, also one alone without a list around it, and what is wrong with one, or "".
 
-    Those that are not rows of finite numbers are left out.
+    Those that are not rows of finite numbers are left out, and those of fewer than three points, if there are others.
     """
     if not isinstance(found, list):
-        return []
-    if found and not isinstance(found[0], list):
+        return [], ""
+    if found and not isinstance(found[0], list | dict):
         found = [found]
-    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
-    return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]
+    broken, polygons = "", list[list[float]]()
+    for one in found:
+        numbers = [number_of(value) for value in one] if isinstance(one, list) else [math.nan]
+        if not math.isfinite(sum(numbers)):
+            broken = broken or f"{one!r:.40} is not a row of numbers"
+        elif len(numbers) % 2:
+            broken = broken or f"a polygon has {len(numbers)} numbers, not pairs of x and y"
+        elif len(numbers) >= 6:
+            polygons.append(numbers)
+    short = next((len(one) // 2 for one in found if one and isinstance(one, list)), 0)
+    return polygons, broken or (f"a polygon has {short} points" if short and not polygons else "")
