@@ -219,7 +219,11 @@ def _runs_of_png(text: object, corners: np.ndarray, size_hw: tuple[int, int]) ->
     """
     if not isinstance(text, str):
         raise ValueError("it has no bitmap")
-    (left, top), (right, bottom) = np.rint(corners).clip(-1, 1 << 31).astype(int).tolist()
+    if len(corners) != 2:
+        raise ValueError(f"its box has {len(corners)} points, not 2")
+    (left, top), (right, bottom) = (
+        np.rint(np.nan_to_num(corners, nan=-1)).clip(-1, 1 << 31).astype(int).tolist()
+    )
     if not (0 <= left < right <= size_hw[1] and 0 <= top < bottom <= size_hw[0]):
         raise ValueError("its box is not inside the image")
     data = base64.b64decode(text, validate=True)
