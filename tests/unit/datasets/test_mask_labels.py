@@ -129,6 +129,79 @@ def test_a_label_without_bbox_gets_the_box_of_its_mask(tmp_path: Path) -> None:
     assert "annotation 1: it has no bbox, and its mask cannot be read: it is empty" in empty.problems_text()
 
 
+def test_what_is_learned_is_the_mask_that_the_metric_has(tmp_path: Path) -> None:
+    polygons = {
+        "crosses itself": [5, 5, 25, 25, 25, 5, 5, 25],
+        "crosses itself, with unequal parts": [5, 5, 30, 25, 30, 5, 5, 12],
+        "leaves the image": [20, 6, 76, 15, 20, 24],
+        "star": [20, 2, 26, 26, 4, 10, 36, 10, 12, 26],
+        "goes around twice": [5, 5, 25, 5, 25, 25, 5, 25] * 2,
+        "a hole in the direction of its ring": [
+            4,
+            4,
+            9,
+            9,
+            20,
+            9,
+            20,
+            20,
+            9,
+            20,
+            9,
+            9,
+            4,
+            4,
+            34,
+            4,
+            34,
+            26,
+            4,
+            26,
+        ],
+        "narrow": [4, 5, 14, 5.2, 14, 5.3, 4, 5.1],  # inside of no pixel, but to be learned
+    }
+    index = indexed(tmp_path, *([polygon] for polygon in polygons.values()))
+    learned = rasters(index) / 255
+    for name, polygon, bitmap, own in zip(polygons, polygons.values(), bitmaps(index), learned, strict=True):
+        assert (bitmap == pycoco.decode(pycoco.frPyObjects([polygon], HEIGHT, WIDTH)[0])).all(), name
+        assert np.abs(own - bitmap).sum() <= (1.1 if name == "narrow" else 0), name
+    assert learned[-1].sum() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "said"),
+    [
+        ([[4, 5, 14, 5, 14, 15, 4], [20, 20, 30, 20, 30, 28]], "a polygon has 7 numbers, not pairs"),
+        ([[4, 5, float("nan"), 5, 14, 15]], "nan, 5, 14, 15] is not a row of numbers"),
+        ([[[4, 5], [14, 5], [14, 15]]], "[[4, 5], [14, 5], [14, 15]] is not a row"),
+        ([{"size": [HEIGHT, WIDTH], "counts": [1200]}], "is not a row of numbers"),
+        ([[4, 5, 14, 15]], "a polygon has 2 points"),
+    ],
+)
+def test_polygons_that_cannot_be_read_leave_a_box(tmp_path: Path, segmentation: Any, said: str) -> None:
+    index = indexed(tmp_path, segmentation, [[4, 5, 14, 5, 14, 15], [1, 2, 3, 4]], [], [[]], None)
+    assert index.problem_kinds == {"mask-unreadable": 1} and said in index.problems_text()
+    assert [len(rings) for rings in index.outlines(0)] == [0, 1, 0, 0, 0]
+
+
+def test_other_polygons_with_the_same_box_are_other_objects(tmp_path: Path) -> None:
+    upper, lower = [4, 5, 14, 5, 14, 15], [4, 5, 14, 15, 4, 15]
+    apart = [[4, 5, 14, 5, 14, 15, 4, 15], [10, 8, 20, 8, 20, 18, 10, 18]]  # parts that overlap
+    box = {"bbox": [4, 5, 10, 10]}
+    index = indexed(tmp_path, [upper], [lower], [lower], apart, **box)
+    done = convert(load_dataset(str(tmp_path / "set.json")), tmp_path / "yolo", "yolo", masks=True)
+    assert done.splits["train"] == (1, 3)  # two are equal
+    copy = index_of(tmp_path / "yolo/data.yaml", masks=True)
+    assert copy.problem_count == 0
+    for one, at in zip(bitmaps(copy), (0, 1, 3), strict=True):
+        assert np.array_equal(one, bitmaps(index)[at])
+    labels = tmp_path / "yolo/labels/train/a.txt"
+    centre_and_sides = " ".join(map(str, copy.boxes_cxcywh_unit[0].tolist()))
+    labels.write_text(labels.read_text() + f"0 {centre_and_sides}\n" + labels.read_text())
+    again = index_of(tmp_path / "yolo/data.yaml", masks=True)
+    assert len(again.classes) == 3 and again.problem_kinds == {"label-twice": 4}
+
+
 HOSTILE = {
     "beyond the image": [WIDTH * HEIGHT, 5],
     "too short": [3, 4],
@@ -431,3 +504,14 @@ def test_images_that_are_no_masks_leave_their_image_out(tmp_path: Path) -> None:
     index = index_of(tmp_path, masks=True)
     assert [Path(path).name for path in index.paths] == ["a.png", "c.png"] and len(index.classes) == 2
     assert index.problem_kinds == {"labels-unreadable": 1, "label-unreadable": 1, "box-empty": 1}
+
+
+def test_files_of_masks_without_an_image_are_reported(tmp_path: Path) -> None:
+    for name in "abcd":
+        write_picture(tmp_path / f"images/{name}.png", WIDTH, HEIGHT)
+    (tmp_path / "masks").mkdir()
+    for name in ("a.png", "b.PNG", "c_mask.png", "d.jpg"):
+        (tmp_path / "masks" / name).write_bytes(cv2.imencode(".png", two_objects())[1].tobytes())
+    index = index_of(tmp_path, masks=True)
+    assert len(index.classes) == 4 and index.unlabelled == 2
+    assert index.problem_kinds == {"labels-without-image": 2} and "c_mask.png" in index.problems_text()

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,7 +326,8 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
     - A number is not finite or exceeds ``MAX_FRACTION``, the box has no width or height, or it is wholly outside the
       image: the row is dropped.
     - The box sticks out by more than ``EDGE_TOLERANCE``, or its centre is outside: it is clipped.
-    - The same class and box occur twice in an image: the first is kept if labels are ``bare_rows``, else all.
+    - The same class and box occur twice in an image: the first is kept if labels are ``bare_rows``, else all. Polygons that
+      differ are no such labels.
 
     A row that breaks no rule keeps its numbers exactly (float32 of the text).
     """
@@ -373,7 +375,17 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
 
     keep = ~dropped
     rows = np.flatnonzero(keep)
-    for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
+    columns = [*boxes[rows].T, classes[rows], raw.image[rows]]
+    repeats = _repeats(columns)
+    if bare_rows and raw.outlines is not None and repeats.any():  # another polygon may have the same box
+        outlines = raw.outlines.in_order(rows)
+        parts = np.split(outlines.points, np.cumsum(outlines.point_counts)[:-1])
+        texts = iter([part.tobytes() for part in parts])
+        known = dict[bytes, int]()
+        each = [b"".join(islice(texts, count)) for count in outlines.polygon_counts.tolist()]
+        numbers = np.array([known.setdefault(text, len(known)) for text in each])
+        repeats &= _repeats([*columns, numbers]) | (outlines.polygon_counts == 0)
+    for row in rows[repeats].tolist():
         keep[row] = not bare_rows
         problems.append((row, *(_TWICE if bare_rows else _REPEATED)))
     problems.sort()
@@ -384,9 +396,8 @@ _TWICE = ("repeats the class and box of an earlier row", "label-twice")
 _REPEATED = ("a label repeats another one of its image (labels like this: {count})", "label-repeated")
 
 
-def _repeats(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Return which rows equal an earlier row: bool [M]."""
-    columns = [boxes[:, i] for i in range(4)] + [classes, image]
+def _repeats(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return which rows of columns [M] equal an earlier row: bool [M]."""
     order = np.lexsort(columns)  # a stable sort, so of equal rows the first comes first
     equal_before = np.ones(max(0, len(order) - 1), bool)
     for column in columns:

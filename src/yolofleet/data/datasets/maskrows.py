@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cv2
 import numpy as np
 
 from yolofleet.data.datasets.labels import OUTLINE_UNIT, Outlines, RawLabels
 from yolofleet.data.geometry import rle
+from yolofleet.data.geometry.rings import Rings
 
 _DECIMALS = 9  # of pixels: a number of a file that became a fraction of the image's side is that number again
 
@@ -32,16 +34,17 @@ def masks_of(
     for row, polygons in zip(rows.tolist(), outlines.polygon_counts.tolist(), strict=True):
         width, height = size_wh = sizes_wh[raw.image[row]].tolist()
         own: list[np.ndarray] = []
-        found = np.zeros(0, np.uint32)
         for_mask = [(next(exact), next(rounded)) for _ in range(polygons)]
-        if mask := raw.masks.get(row):
-            found = mask.runs
-            scale = OUTLINE_UNIT / np.array(size_wh)
-            own = [np.rint(ring * scale).astype(np.uint16) for ring in rle.rings(found, (height, width))]
-        elif polygons:
+        mask = raw.masks.get(row)
+        found = mask.runs if mask else np.zeros(0, np.uint32)
+        if polygons and not mask:
             pixels = [np.nan_to_num(np.round(points * size_wh, _DECIMALS)) for points, _ in for_mask]
             found = rle.from_polygons(pixels, (height, width))
             own = [ring for _, polygon in for_mask for ring in rings_of(polygon)]
+        # polygons that cross themselves or leave the image are no such rings
+        if len(found) and not (own and _are_rings_of(found, own, (height, width))):
+            scale = OUTLINE_UNIT / np.array(size_wh)
+            own = [np.rint(ring * scale).astype(np.uint16) for ring in rle.rings(found, (height, width))]
         counts.append(len(found))
         runs.append(found)
         rings.append(own)
@@ -55,6 +58,24 @@ def masks_of(
         np.array(counts, np.int64),
         np.concatenate([np.zeros(0, np.uint32), *runs]),
     )
+
+
+def _are_rings_of(runs: np.ndarray, rings: list[np.ndarray], size_hw: tuple[int, int]) -> bool:
+    """Return whether rings, in ``OUTLINE_UNIT``, show a mask."""
+    found = Rings.of([[ring / np.float32(OUTLINE_UNIT) for ring in rings]])
+    left, top, width, height = rle.box(runs, size_hw[0])
+    low, high = found.points.min(axis=0) * size_hw[::-1], found.points.max(axis=0) * size_hw[::-1]
+    (x1, y1), (x2, y2) = np.floor(low).astype(int).tolist(), np.ceil(high).astype(int).tolist()
+    if width:
+        x1, y1, x2, y2 = min(x1, left), min(y1, top), max(x2, left + width), max(y2, top + height)
+    shares = found.in_windows(size_hw, np.array([[y1, y2, x1, x2]])).reshape(y2 - y1, x2 - x1)
+    return _are_alike(shares > 127, rle.decode(runs, size_hw, (x1, x2))[y1:y2])
+
+
+def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether no square of 3 x 3 pixels is inside one of two bitmaps alone."""
+    wrong, square = (one != other).astype(np.uint8), np.ones((3, 3), np.uint8)
+    return not cv2.erode(wrong, square, borderType=cv2.BORDER_CONSTANT, borderValue=0).any()
 
 
 def rings_of(polygon: np.ndarray) -> list[np.ndarray]:
@@ -75,6 +96,16 @@ def rings_of(polygon: np.ndarray) -> list[np.ndarray]:
         is_hole = area * most < 0 and _is_within(ring, largest)
         found.append((ring[::-1] if (area < 0) != is_hole else ring).astype(np.uint16))
     return found
+
+
+def polygon_of(rings: Sequence[np.ndarray], runs: np.ndarray, size_hw: tuple[int, int]) -> np.ndarray:
+    """Return the rings of a mask, fractions of the image, as one polygon; rings along its pixels where parts overlap."""
+    joined = joined_rings(rings)
+    if len(rings) > 1:
+        written = rle.from_polygons([joined.astype(np.float64) * size_hw[::-1]], size_hw)
+        if not _are_alike(rle.decode(written, size_hw), rle.decode(runs, size_hw)):
+            joined = joined_rings(rle.rings(runs, size_hw)) / size_hw[::-1]
+    return joined
 
 
 def joined_rings(rings: Sequence[np.ndarray]) -> np.ndarray:

@@ -27,7 +27,7 @@ import numpy as np
 from yolofleet import __version__
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import Id
-from yolofleet.data.datasets.maskrows import joined_rings
+from yolofleet.data.datasets.maskrows import polygon_of
 from yolofleet.data.geometry import rle
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.storage.caches import is_mirrored
@@ -136,8 +136,9 @@ def write_yolo(
         crowd = index.crowd[first + start : first + stop].tolist()
         shapes = boxes[start:stop].tolist()
         if masks:
-            outlines = (index.outline(row) for row in range(first + start, first + stop))
-            shapes = [_polygon_text(own) or box for own, box in zip(outlines, shapes, strict=True)]
+            size_hw = tuple(index.sizes_wh[at].tolist()[::-1])
+            polygons = (_polygon_text(index, row, size_hw) for row in range(first + start, first + stop))
+            shapes = [polygon or box for polygon, box in zip(polygons, shapes, strict=True)]
         rows = [
             f"{number} {' '.join(shape)}\n"
             for number, shape, is_crowd in zip(classes[start:stop], shapes, crowd, strict=True)
@@ -149,9 +150,10 @@ def write_yolo(
     return twice
 
 
-def _polygon_text(rings: list[np.ndarray]) -> list[str]:
+def _polygon_text(index: DataIndex, row: int, size_hw: tuple[int, int]) -> list[str]:
     """Return the coordinates of one polygon that has all rings of a mask; none for a box."""
-    return joined_rings(rings).ravel().round(6).astype("U8").tolist() if rings else []
+    rings = index.outline(row)
+    return polygon_of(rings, index.runs(row), size_hw).ravel().round(6).astype("U8").tolist() if rings else []
 
 
 def joined_masks(index: DataIndex) -> str:
