@@ -92,6 +92,20 @@ def test_the_authors_layouts_are_read(layout: str, tiny: None, tmp_path):
         assert torch.equal(read.tensors[name], expected), name
 
 
+@pytest.mark.parametrize(("count", "first"), [(3, 1), (2, 0), (None, 0)])
+def test_the_row_of_no_class_is_the_first_one_of_old_versions(
+    count: int | None, first: int, tiny: None, tmp_path
+):
+    """rfdetr before 1.6 used COCO's identifiers, from 1, and counted row 0 as a class; later versions number from 0."""
+    model = build_model(preset("rfdetr-n"), 3, seed=1)
+    args = argparse.Namespace(class_names=["cat", "dog"], num_windows=2, num_classes=count)
+    torch.save({"model": state_of(model), "args": args}, tmp_path / "a.pth")
+    read = read_weights(tmp_path / "a.pth")
+    name = "decoder.class_embed.weight"
+    assert torch.equal(read.tensors[name], model.state_dict()[name][first : first + 2])
+    assert read.header.names == ("cat", "dog") and ("names" in read.header.assumed) == (count is None)
+
+
 def test_the_heads_of_coco_keep_the_rows_of_its_80_classes(tiny: None, tmp_path):
     model = build_model(preset("rfdetr-n"), 91, seed=1)
     torch.save({"model": state_of(model), "args": argparse.Namespace(class_names=[])}, tmp_path / "a.pth")

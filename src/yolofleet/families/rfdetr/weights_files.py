@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +179,7 @@ def _weights(
     """Return the weights of tensors with the authors' names, with patches and positions of ``description``.
 
     Args:
-        known: options of the training or of the backbone, of which ``num_windows`` counts.
+        known: options of the training or of the backbone, of which ``num_windows`` and ``num_classes`` count.
         names: of the classes, of which the head may have one more, that of the background.
     """
     source = str(path)
@@ -191,9 +191,17 @@ def _weights(
         raise CheckpointError(f"{source} is no RF-DETR: it has no class predictions")
     assumed: dict[str, str] = {}
     names = names if isinstance(names, (list, tuple)) else None
-    # the heads have rows of COCO's identifiers, or after the classes one of a background that nothing reads
+    # the heads have rows of COCO's identifiers, or before or after the classes one of a background that nothing reads
     of_coco = len(head) == 91 and (names is None or len(names) < 80 or names[1] == "person")
-    rows = COCO_ROWS if of_coco else range(len(names) if names and len(head) == len(names) + 1 else len(head))
+    rows: Sequence[int] = COCO_ROWS if of_coco else range(len(head))
+    if names and len(rows) == len(names) + 1:
+        count = known.get("num_classes")  # before version 1.6 with row 0, which was that of no class
+        first = int(count == len(rows))
+        rows = rows[first : first + len(names)]
+        if count not in (len(names), len(head)):
+            assumed["names"] = (
+                f"{path.name} does not state which row is no class: the last one is taken for it"
+            )
     tensors = {
         n: t[list(rows)] if "class_embed" in n and len(t) == len(head) else t for n, t in tensors.items()
     }
