@@ -6,7 +6,7 @@ import re
 
 HUB = "hf:"
 _PART = r"[A-Za-z0-9_][\w.-]{0,95}"
-HUB_NAME = re.compile(rf"{HUB}({_PART}/{_PART})(?:@([\w.-]{{1,100}}))?", re.ASCII)
+HUB_NAME = re.compile(rf"{HUB}({_PART}/{_PART})(?:@(\w[\w.-]{{0,99}}))?", re.ASCII)
 
 
 def is_hub_name(name: object) -> bool:

@@ -145,6 +145,7 @@ def test_the_known_files_of_a_repository():
         ("hf:net", CheckpointError, "is not a name of weights on the hub"),
         ("hf:../../etc", CheckpointError, "is not a name"),
         ("hf:me/net@a b", CheckpointError, "is not a name"),
+        ("hf:me/net@..", CheckpointError, "is not a name"),
         ("hf:me/other", DownloadError, "does not exist, or is private"),
         ("hf:me/private", DownloadError, "does not exist, or is private"),
         ("hf:me/gated", DownloadError, "ask for an agreement"),
