@@ -118,6 +118,32 @@ def test_the_heads_of_coco_keep_the_rows_of_its_80_classes(tiny: None, tmp_path)
     assert "80 classes are kept" in read.header.assumed["names"]
 
 
+POSITIONS = "backbone.0.encoder.encoder.embeddings.position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [
+        ("refpoint_embed.weight", (), "parts of it are missing"),
+        ("refpoint_embed.weight", (1 << 27, 0), "parts of it are missing"),
+        (POSITIONS, (1, 1 << 30, 0), "parts of it are missing"),
+        ("class_embed.weight", (), "fits none of the models"),
+    ],
+)
+def test_tensors_of_impossible_shapes_are_refused(name: str, shape: Any, says: str, tiny: None, tmp_path):
+    state = state_of(build_model(preset("rfdetr-n"), 2, seed=1)) | {name: torch.zeros(shape)}
+    torch.save({"model": state}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=says):
+        read_weights(tmp_path / "a.pth")
+
+
+def test_names_that_are_too_many_become_numbers_with_a_note(tiny: None, tmp_path):
+    state = state_of(build_model(preset("rfdetr-n"), 2, seed=1))
+    torch.save({"model": state, "args": argparse.Namespace(class_names=["a", "b", "c"])}, tmp_path / "a.pth")
+    read = read_weights(tmp_path / "a.pth")
+    assert read.header.names == ("0", "1") and "3 names for 2 classes" in read.header.assumed["names"]
+
+
 def test_a_file_for_another_image_size_has_its_positions(tiny: None, tmp_path):
     network = replace(PRESETS["rfdetr-n-seg"], positions=32)
     model = build_model(network, 2, seed=1)

@@ -194,7 +194,7 @@ def _weights(
     # the heads have rows of COCO's identifiers, or before or after the classes one of a background that nothing reads
     of_coco = len(head) == 91 and (names is None or len(names) < 80 or names[1] == "person")
     rows: Sequence[int] = COCO_ROWS if of_coco else range(len(head))
-    if names and len(rows) == len(names) + 1:
+    if names and not of_coco and len(rows) == len(names) + 1:
         count = known.get("num_classes")  # before version 1.6 with row 0, which was that of no class
         first = int(count == len(rows))
         rows = rows[first : first + len(names)]
@@ -202,8 +202,11 @@ def _weights(
             assumed["names"] = (
                 f"{path.name} does not state which row is no class: the last one is taken for it"
             )
+    elif names and len(names) != len(rows):
+        assumed["names"] = f"{path.name} has {len(names)} names for {len(rows)} classes: numbers are taken"
     tensors = {
-        n: t[list(rows)] if "class_embed" in n and len(t) == len(head) else t for n, t in tensors.items()
+        n: t[list(rows)] if "class_embed" in n and t.shape[:1] == head.shape else t
+        for n, t in tensors.items()
     }
     if of_coco:
         assumed["names"] = f"{path.name} has the 91 identifiers of COCO as classes: its 80 classes are kept"
@@ -270,7 +273,8 @@ def _by_shapes(tensors: Mapping[str, Tensor], nc: int, windows: Any, source: str
     """Return the built-in network whose shapes the tensors have; positions, queries and groups may be others."""
     groups = sum(bool(re.fullmatch(r"decoder\.enc_output\.\d+\.bias", name)) for name in tensors)
     places, queries = (tensors.get(name) for name in (POSITIONS, f"decoder.{MARK}"))
-    if places is None or places.dim() != 3 or queries is None or not groups:
+    sizes = [0 if t is None or t.dim() != dims else t.numel() for t, dims in ((places, 3), (queries, 2))]
+    if places is None or queries is None or not groups or not all(sizes):
         raise CheckpointError(f"{source} is no RF-DETR that can be read: parts of it are missing")
     side: dict[str, Any] = {"positions": math.isqrt(max(places.shape[1] - 1, 1))}
     side |= {"queries": max(len(queries) // groups, 1), "groups": groups}
