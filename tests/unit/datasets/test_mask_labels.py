@@ -12,6 +12,7 @@ import coco_files
 import cv2
 import numpy as np
 import pytest
+import small_data
 from coco_files import write_coco
 from commands import called
 from label_rows import index_of
@@ -515,3 +516,13 @@ def test_files_of_masks_without_an_image_are_reported(tmp_path: Path) -> None:
     index = index_of(tmp_path, masks=True)
     assert len(index.classes) == 4 and index.unlabelled == 2
     assert index.problem_kinds == {"labels-without-image": 2} and "c_mask.png" in index.problems_text()
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 3, 4])
+def test_a_rotation_that_no_size_shows_is_said(tmp_path: Path, orientation: int) -> None:
+    index = indexed(tmp_path, compressed(ring_with_hole()))
+    assert "image-rotated" not in index.problem_kinds
+    photo = small_data.encoded(np.zeros((HEIGHT, WIDTH, 3), np.uint8), ".jpg")
+    (tmp_path / "a.png").write_bytes(small_data.with_exif_jpeg(photo, orientation))
+    kinds = index_of(tmp_path / "set.json", masks=True).problem_kinds
+    assert kinds == ({"image-rotated": 1} if orientation > 1 else {})

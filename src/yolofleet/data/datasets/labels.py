@@ -44,7 +44,7 @@ KINDS = {
     "image-unread": Kind("image left out", loses="images"),  # its suffix is that of a format that is not read
     "image-16-bit": Kind(ASSUMED),
     "image-with-alpha": Kind(ASSUMED),
-    "image-rotated": Kind(ASSUMED),  # only of labels that do not state the size of their image
+    "image-rotated": Kind(ASSUMED),  # only where the size that labels state does not show it
     "image-twice": Kind("counted once"),
     # only ``data check`` looks for this kind and the next four
     "image-undecodable": Kind("stops a training", loses="images"),

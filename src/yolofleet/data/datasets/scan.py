@@ -216,7 +216,7 @@ def _size_of(path: str, stamp: Stamp, log: ProblemLog, bare_rows: bool) -> tuple
         read_image(path)
     if header.remark:
         log.add(Problem(path, None, _REMARKS[header.remark], header.remark))
-    if header.orientation > 1 and bare_rows:
+    if header.orientation > 1 and (bare_rows or header.orientation < 5):  # which no stated size shows
         log.add(Problem(path, None, _REMARKS["image-rotated"], "image-rotated"))
     return header.size_wh
 
