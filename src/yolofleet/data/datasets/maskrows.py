@@ -14,6 +14,7 @@ from yolofleet.data.datasets.labels import OUTLINE_UNIT, Outlines, RawLabels
 from yolofleet.data.geometry import rle
 from yolofleet.data.geometry.rings import Rings
 
+_MOST_SIDES = 128  # of a polygon whose sides are compared: that takes less time than pixels
 _DECIMALS = 9  # of pixels: a number of a file that became a fraction of the image's side is that number again
 
 
@@ -42,7 +43,8 @@ def masks_of(
             found = rle.from_polygons(pixels, (height, width))
             own = [ring for _, polygon in for_mask for ring in rings_of(polygon)]
         # polygons that cross themselves or leave the image are no such rings
-        if len(found) and not (own and _are_rings_of(found, own, (height, width))):
+        is_simple = polygons == len(own) == 1 and _is_simple(for_mask[0][0], own[0])
+        if len(found) and not (is_simple or (own and _are_rings_of(found, own, (height, width)))):
             scale = OUTLINE_UNIT / np.array(size_wh)
             own = [np.rint(ring * scale).astype(np.uint16) for ring in rle.rings(found, (height, width))]
         counts.append(len(found))
@@ -58,6 +60,19 @@ def masks_of(
         np.array(counts, np.int64),
         np.concatenate([np.zeros(0, np.uint32), *runs]),
     )
+
+
+def _is_simple(points: np.ndarray, ring: np.ndarray) -> bool:
+    """Return whether a polygon, fractions of the image, lies in it, and its ring has few sides that meet as neighbours only."""
+    if len(ring) > _MOST_SIDES or points.min() < 0 or points.max() > 1:
+        return False
+    x, y = ring.astype(np.int64).T
+    dx, dy = np.roll(x, -1) - x, np.roll(y, -1) - y
+    of_line = np.sign(
+        dx[:, None] * (y - y[:, None]) - dy[:, None] * (x - x[:, None])
+    )  # the side of each point
+    meets = of_line * np.roll(of_line, -1, axis=1) <= 0
+    return int((meets & meets.T).sum()) == 3 * len(ring)  # each with itself and its two neighbours
 
 
 def _are_rings_of(runs: np.ndarray, rings: list[np.ndarray], size_hw: tuple[int, int]) -> bool:
