@@ -526,3 +526,15 @@ def test_a_rotation_that_no_size_shows_is_said(tmp_path: Path, orientation: int)
     (tmp_path / "a.png").write_bytes(small_data.with_exif_jpeg(photo, orientation))
     kinds = index_of(tmp_path / "set.json", masks=True).problem_kinds
     assert kinds == ({"image-rotated": 1} if orientation > 1 else {})
+
+
+def test_masks_with_blended_edges_leave_their_image_out(tmp_path: Path) -> None:
+    """A mask that was resized as a photograph has an object for each shade of its edges."""
+    (tmp_path / "masks").mkdir()
+    masks = {"a": two_objects(), "b": cv2.GaussianBlur((two_objects() > 0) * np.uint8(255), (0, 0), 1.5)}
+    for name, pixels in masks.items():
+        write_picture(tmp_path / f"images/{name}.png", WIDTH, HEIGHT)
+        (tmp_path / f"masks/{name}.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    index = index_of(tmp_path, masks=True)
+    assert [Path(path).name for path in index.paths] == ["a.png"] and len(index.classes) == 2
+    assert index.problem_kinds == {"labels-unreadable": 1} and "edges are blended" in index.problems_text()

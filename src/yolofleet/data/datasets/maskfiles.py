@@ -28,6 +28,7 @@ from yolofleet.support.errors import YolofleetError
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp")  # without loss: JPEG changes numbers
 _MAX_BYTES = 256 << 20
 _MOST_OBJECTS = 10_000  # of an image: a photo has more colours
+_FEW = 16  # numbers that may all be of tiny objects
 _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _FIRST = 10  # images that show whether there are masks
 NAME = "object"
@@ -177,6 +178,11 @@ def _objects(numbers: np.ndarray) -> list[np.ndarray]:
     found = np.unique(numbers)
     if len(found) > _MOST_OBJECTS:
         raise LabelError(f"has {len(found)} numbers or colours: it is no mask of objects")
+    here = numbers[1:, 1:]
+    squares = (here == numbers[:-1, 1:]) & (here == numbers[1:, :-1]) & (here == numbers[:-1, :-1])
+    if len(found) > _FEW and 2 * len(np.unique(here[squares])) < len(found):
+        what = "most have nowhere 2 x 2 pixels: its edges are blended, as resizing and JPEG do"
+        raise LabelError(f"has {len(found)} numbers or colours, of which {what}")
     return [numbers == number for number in found[found > 0].tolist()]
 
 
