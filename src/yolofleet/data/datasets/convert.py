@@ -406,8 +406,8 @@ def _rows_of(
         rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
         columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])
         if masks and index.has_runs:  # whose polygons differ where their boxes are equal
-            texts = [b"".join(ring.tobytes() for ring in index.outline(row)) for row in rows.tolist()]
-            columns = np.column_stack([columns, np.unique(texts, return_inverse=True)[1]])
+            numbers = [hash(b"".join(ring.tobytes() for ring in index.outline(row))) for row in rows.tolist()]
+            columns = np.column_stack([columns, np.unique(numbers, return_inverse=True)[1]])
         # YOLO's writer drops repeated labels
         first = np.sort(np.unique(columns, axis=0, return_index=True)[1])
         rows, owner = rows[first], owner[first]

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -379,12 +378,10 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
     repeats = _repeats(columns)
     if bare_rows and raw.outlines is not None and repeats.any():  # another polygon may have the same box
         outlines = raw.outlines.in_order(rows)
-        parts = np.split(outlines.points, np.cumsum(outlines.point_counts)[:-1])
-        texts = iter([part.tobytes() for part in parts])
-        known = dict[bytes, int]()
-        each = [b"".join(islice(texts, count)) for count in outlines.polygon_counts.tolist()]
-        numbers = np.array([known.setdefault(text, len(known)) for text in each])
-        repeats &= _repeats([*columns, numbers]) | (outlines.polygon_counts == 0)
+        parts = iter(np.split(outlines.points, np.cumsum(outlines.point_counts)[:-1]))
+        has_one = outlines.polygon_counts > 0  # a row has no more
+        numbers = [hash(next(parts).tobytes()) if has else 0 for has in has_one]
+        repeats &= _repeats([*columns, np.array(numbers)]) | ~has_one
     for row in rows[repeats].tolist():
         keep[row] = not bare_rows
         problems.append((row, *(_TWICE if bare_rows else _REPEATED)))
