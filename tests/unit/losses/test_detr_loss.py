@@ -157,8 +157,8 @@ def test_the_union_takes_the_most_frequent_label_of_a_query_and_the_first_of_equ
 
 def test_shares_of_distillation_follow_the_square_roots_of_counts() -> None:
     targets = loss_of("dfine", denoising=4).match(labels(4, 0), 2, SIZE_HW)
-    joined = (np.zeros(4, int), np.arange(4))
-    normal, noisy = distillation_shares(joined, targets, QUERIES)
+    joined = (np.zeros(4, int), 8 + np.arange(4))  # after the denoising queries
+    noisy, normal = np.split(distillation_shares(joined, targets, QUERIES), [8], 1)
     # 4 matches and 16 others: 2 / (2 + 4) over 16 sides, 4 / (2 + 4) over 64 sides
     assert normal[0].tolist() == pytest.approx([1 / 48] * 4 + [1 / 96] * 16)
     assert normal[1].tolist() == pytest.approx([1 / (4 * QUERIES)] * QUERIES)

@@ -21,7 +21,7 @@ from torch import Tensor
 from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Targets
-from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, near_copies
+from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth
 from yolofleet.families.rtdetr.mask_loss import MaskLoss, with_masks
 from yolofleet.families.rtdetr.matching import Pairs, at_each
 from yolofleet.families.rtdetr.raws import DetrRaws, DfineTrainingRaws, TrainingRaws
@@ -53,62 +53,52 @@ class DfineLoss(RtdetrLoss):
 
     def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
         """See :meth:`RtdetrLoss.matched`; the sums are float32 [7]."""
-        normal, noisy, truth, matching, (denoised, noise_iou) = self.begun(raws, targets)
-        (outputs, queries), pairs = normal.boxes.shape[1:3], matching.pairs()
-        joined = union(pairs, targets)
-        by_output, iou = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
+        outputs, truth, pairs, copies, factor = self.assigned(raws, targets)
+        count, joined = outputs.boxes.shape[1], union(pairs, targets)
+        own, boxed = (copies.beside(part, count) for part in (pairs, at_each(count, *joined)))
+        denoised, by_output, iou = self.by_output(outputs, own, boxed, truth)  # [P, 3]
         if not isinstance(raws, DfineTrainingRaws):  # a validation
-            return torch.cat(
-                [by_output[-1], by_output.new_zeros(len(DfineLoss.terms) - 3)]
-            ) * matching.factor, pairs
+            none = by_output.new_zeros(len(DfineLoss.terms) - 3)
+            return torch.cat([by_output[-1], none]) * factor, pairs
 
-        layers = raws.corners.shape[1]
-        shares, noise_shares = distillation_shares(joined, targets, queries)
-        each = at_each(layers, *joined)
-        fgl, ddf = self._local(normal, raws.corners, raws.references, each, iou, truth, shares)
-        restored = near_copies(layers, noisy.boxes.shape[2], targets)
-        noise_fgl, noise_ddf = self._local(
-            noisy, raws.noisy_corners, raws.noisy_references, restored, noise_iou, truth, noise_shares
-        )
-
-        gains = to_device(self.weights, fgl.device)
+        shares = distillation_shares(joined, targets, raws.boxes.shape[1])
+        (noise_fgl, fgl), ddf = self._local(raws, outputs, boxed, iou, truth, shares)
+        gains = to_device(self.weights, ddf.device)
         aux = (by_output[:-1] * gains[:3]).sum() + fgl[:-1].sum() * gains[3]
-        denoise = (denoised * gains[:3]).sum() + noise_fgl.sum() * gains[3]
-        others = torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])
-        return torch.cat([by_output[-1], others]) * matching.factor, pairs
+        denoise = (denoised[1:] * gains[:3]).sum() + noise_fgl.sum() * gains[3]
+        others = torch.stack([fgl[-1], ddf, aux, denoise])
+        return torch.cat([by_output[-1], others]) * factor, pairs
 
     def _local(
         self,
+        raws: DfineTrainingRaws,
         outputs: Outputs,
-        corners: Tensor,
-        references: Tensor,
-        pairs: Pairs,
+        boxed: Pairs,
         iou: Tensor,
         truth: Truth,
         shares: np.ndarray,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sums of FGL of each layer, [L], and of DDF.
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the sums of FGL of each layer, [L] of denoising queries and [L] of the others, and that of DDF.
 
         Args:
             outputs: the last L of them are those of the layers.
-            corners: [N, L, Q, 4 (R + 1)] logits of the distances of a box's sides.
-            references: [N, L, Q, 4] the boxes that the distances start from.
-            pairs: at each layer.
-            iou: of the same pairs at each output, [M], those of the layers last.
+            boxed, iou: pairs at each output, which are the same at all, and their IoU.
             shares: see :func:`distillation_shares`.
         """
-        layers, references = corners.shape[1], references.float()
-        logits = outputs.logits[:, -1].detach()
-        corners = corners.float().unflatten(3, (4, -1))  # [N, L, Q, 4, R + 1]
+        corners = torch.cat([raws.noisy_corners, raws.corners], 2)
+        references = torch.cat([raws.noisy_references, raws.references], 2).float()
+        corners, layers = corners.float().unflatten(3, (4, -1)), corners.shape[1]  # [N, L, T, 4, R + 1]
+        before = outputs.boxes.shape[1] - layers  # outputs that have no distributions
+        pairs = boxed._replace(output=boxed.output - before).rows(boxed.output >= before)
+        iou, logits = iou[len(iou) - len(pairs.output) :], outputs.logits[:, -1].detach()
         output, image, query, label = pairs.on(corners.device)
-        iou = iou[len(iou) - len(pairs.output) :]
         wanted = self.wanted_bins(references[image, output, query], truth.boxes[image, label])
         entropy = -(wanted * corners[image, output, query].log_softmax(-1)).sum((1, 2))
-        fgl = pairs.sums(entropy * iou, layers)
+        fgl = pairs.sums_by_kind(entropy * iou, layers, outputs.noisy)
 
         # the last layer teaches the earlier ones; a match weighs by its own IoU, another query by the teacher's score
         students, teacher = corners[:, :-1] / TEMPERATURE, corners[:, -1:].detach() / TEMPERATURE
-        weight = logits.sigmoid().amax(-1)[:, None].repeat(1, layers - 1, 1)  # [N, L - 1, Q]
+        weight = logits.sigmoid().amax(-1)[:, None].repeat(1, layers - 1, 1)  # [N, L - 1, T]
         taught = np.count_nonzero(pairs.output < layers - 1)  # pairs are sorted by output
         weight[image[:taught], output[:taught], query[:taught]] = iou[:taught]
         log_teacher = teacher.log_softmax(-1)
@@ -150,16 +140,15 @@ def union(pairs: Pairs, targets: Targets) -> tuple[np.ndarray, np.ndarray, np.nd
     return image, query, label, (labels / np.maximum(matches, 1)).astype(np.float32)[image]
 
 
-def distillation_shares(
-    joined: tuple[np.ndarray, ...], targets: Targets, queries: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the share of each normal query, [N, Q], and of each denoising query, [N, D], in DDF; float32.
+def distillation_shares(joined: tuple[np.ndarray, ...], targets: Targets, queries: int) -> np.ndarray:
+    """Return the share of each query in DDF, float32 [N, D + Q].
 
     In each image the mean over matches and that over all other queries have weights like the square roots of the numbers of
     matches and of other queries (section 4.2); denoising queries have those of the normal ones. A mean has four sides.
     """
-    is_match = np.zeros((len(targets.classes), queries), bool)
-    is_match[joined[0], joined[1]] = True
+    is_near_copy, is_query = targets.noise_label >= 0, targets.noise_group >= 0
+    is_match = np.zeros((len(is_query), queries), bool)
+    is_match[joined[0], joined[1] - is_query.shape[1]] = True
     count = is_match.sum(1, keepdims=True)
     of_matches, of_others = np.sqrt(count), np.sqrt(queries - count)
     weights = of_matches / (of_matches + of_others), of_others / (of_matches + of_others)
@@ -170,8 +159,8 @@ def distillation_shares(
         shares: np.ndarray = sum(means).astype(np.float32)
         return shares
 
-    is_near_copy, is_query = targets.noise_label >= 0, targets.noise_group >= 0
-    return share_of_each(is_match, ~is_match), share_of_each(is_near_copy, is_query & ~is_near_copy)
+    of_copies = share_of_each(is_near_copy, is_query & ~is_near_copy)
+    return np.hstack([of_copies, share_of_each(is_match, ~is_match)])
 
 
 def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> RtdetrLoss | MaskLoss:

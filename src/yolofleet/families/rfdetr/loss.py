@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
-from yolofleet.families.rtdetr.loss import RtdetrLoss, Truth, outputs_of
+from yolofleet.families.rtdetr.loss import RtdetrLoss, outputs_of, truth_of
 from yolofleet.families.rtdetr.mask_loss import MaskLoss, with_masks
 from yolofleet.families.rtdetr.matching import Matching, Pairs
 from yolofleet.support.devices import to_device
@@ -38,28 +38,21 @@ class RfdetrLoss(RtdetrLoss):
 
     terms = ("cls", "box", "giou", "aux")
 
-    def __init__(self, recipe: RtdetrHyperparameters, classes: int) -> None:
-        super().__init__(recipe, classes)
-        self.gains = self.gains[: len(self.terms)]
-
     def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
         """See :meth:`RtdetrLoss.matched`; the sums are float32 [4]."""
-        outputs, queries = outputs_of(raws)[0], raws.boxes.shape[1]
-        device, groups = outputs.boxes.device, outputs.boxes.shape[2] // queries
-        truth = Truth(
-            *(to_device(torch.from_numpy(part), device) for part in (targets.boxes, targets.classes))
-        )
+        outputs, queries = outputs_of(raws), raws.boxes.shape[1]
+        groups, truth = outputs.boxes.shape[2] // queries, truth_of(outputs, targets)
         # [N, P, G Q, .] -> [N, P G, Q, .]
-        boxes, logits = (part.unflatten(2, (groups, queries)).flatten(1, 2) for part in outputs)
+        boxes, logits = (part.unflatten(2, (groups, queries)).flatten(1, 2) for part in outputs[:2])
         matching = Matching(boxes, logits, truth.boxes, targets.classes)
         found = matching.pairs()
         output, group = np.divmod(found.output, groups)
         pairs = found._replace(
             output=output, query=found.query + group * queries, weight=found.weight / np.float32(groups)
         )
-        share = torch.full((1, 1), 1 / groups, device=device)
-        by_output, _ = self.by_output(outputs, pairs, pairs, truth, share)  # [P, 3]
-        aux = (by_output[:-1] * to_device(self.weights, device)).sum()
+        truth = truth._replace(weights=truth.weights / groups)
+        _, by_output, _ = self.by_output(outputs, pairs, pairs, truth)  # [P, 3]
+        aux = (by_output[:-1] * to_device(self.weights, boxes.device)).sum()
         return torch.cat([by_output[-1], aux[None]]) * matching.factor, pairs
 
     def class_losses(self, logits: Tensor, at: tuple[Tensor, ...], iou: Tensor) -> Tensor:

@@ -35,27 +35,33 @@ GAMMAS = {"vfl": 2.0, "mal": 1.5}
 
 
 class Outputs(NamedTuple):
-    """Boxes [N, P, Q, 4] and class logits [N, P, Q, C] of several outputs, the last layer's last."""
+    """Several outputs, the last layer's last. The first D queries are denoising queries, T are all."""
 
-    boxes: Tensor
-    logits: Tensor
+    boxes: Tensor  # [N, P, T, 4]
+    logits: Tensor  # [N, P, T, C]
+    noisy: int  # D
 
 
 class Truth(NamedTuple):
-    """Labels on the device."""
+    """Labels on the device, and the weights of the queries in the class loss."""
 
     boxes: Tensor  # [N, G, 4]
     classes: Tensor  # [N, G]
+    weights: Tensor  # [N, T]
 
 
-def outputs_of(raws: DetrRaws | TrainingRaws) -> tuple[Outputs, Outputs]:
-    """Return the outputs of normal queries, and of denoising queries. A validation has only those of the last layer."""
+def outputs_of(raws: DetrRaws | TrainingRaws) -> Outputs:
+    """Return the outputs of float32. A validation has only the last layer's, without denoising queries."""
     if isinstance(raws, DetrRaws):
-        boxes, logits = raws.boxes[:, None].float(), raws.logits[:, None].float()
-        return Outputs(boxes, logits), Outputs(boxes[:, :0, :0], logits[:, :0, :0])
-    boxes = torch.cat([raws.cell_boxes[:, None], raws.all_boxes], 1).float()
-    logits = torch.cat([raws.cell_logits[:, None], raws.all_logits], 1).float()
-    return Outputs(boxes, logits), Outputs(raws.noisy_boxes.float(), raws.noisy_logits.float())
+        return Outputs(raws.boxes[:, None].float(), raws.logits[:, None].float(), 0)
+    noisy, parts = raws.noisy_boxes.shape[2], []
+    for name in ("boxes", "logits"):
+        cells, layers = getattr(raws, f"cell_{name}"), getattr(raws, f"all_{name}")
+        if noisy:  # the encoder has no denoising queries: zeros stand for them, which count nowhere
+            cells = F.pad(cells, (0, 0, noisy, 0))
+            layers = torch.cat([getattr(raws, f"noisy_{name}"), layers], 2)
+        parts.append(torch.cat([cells[:, None], layers], 1).float())
+    return Outputs(parts[0], parts[1], noisy)
 
 
 class RtdetrLoss:
@@ -78,7 +84,7 @@ class RtdetrLoss:
         self.recipe, self.classes = recipe, classes
         # gains of the first terms, also within ``aux`` and ``denoise``, whose own gains are 1
         self.weights = torch.tensor([recipe.cls_gain, recipe.l1_gain, recipe.giou_gain])
-        self.gains = torch.cat([self.weights, torch.ones(2)])
+        self.gains = torch.cat([self.weights, torch.ones(len(self.terms) - 3)])
 
     def at(self, progress: float) -> RtdetrLoss:
         """Return this loss, which is the same in the whole run."""
@@ -107,55 +113,52 @@ class RtdetrLoss:
         return self.matched(raws, targets)[0]
 
     def matched(self, raws: DetrRaws | TrainingRaws, targets: Targets) -> tuple[Tensor, Pairs]:
-        """Return the sums, and the matches of each output."""
-        normal, _, truth, matching, (denoised, _) = self.begun(raws, targets)
-        pairs = matching.pairs()
-        by_output, _ = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
-        gains = to_device(self.weights, normal.boxes.device)
-        aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
-        return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor, pairs
+        """Return the sums, and the matches of each output among all T queries."""
+        outputs, truth, pairs, copies, factor = self.assigned(raws, targets)
+        both = copies.beside(pairs, outputs.boxes.shape[1])
+        denoised, by_output, _ = self.by_output(outputs, both, both, truth)  # [P, 3]
+        gains = to_device(self.weights, by_output.device)
+        aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised[1:]))
+        return torch.cat([by_output[-1], aux[None], denoise[None]]) * factor, pairs
 
-    def begun(
+    def assigned(
         self, raws: DetrRaws | TrainingRaws, targets: Targets
-    ) -> tuple[Outputs, Outputs, Truth, Matching, tuple[Tensor, Tensor]]:
-        """Return normal and denoising outputs, labels, the begun matching, and what :meth:`by_output` has of denoising queries."""
-        normal, noisy = outputs_of(raws)
-        device = normal.boxes.device
-        truth = Truth(
-            *(to_device(torch.from_numpy(part), device) for part in (targets.boxes, targets.classes))
-        )
-        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
-        restored, weights = noise_of(noisy, targets)
-        return normal, noisy, truth, matching, self.by_output(noisy, restored, restored, truth, weights)
+    ) -> tuple[Outputs, Truth, Pairs, Pairs, Tensor]:
+        """Return outputs, labels, at each output the matches and the near copies, and the factor of :class:`Matching`."""
+        outputs = boxes, logits, noisy = outputs_of(raws)
+        truth = truth_of(outputs, targets)
+        matching = Matching(boxes[:, :, noisy:], logits[:, :, noisy:], truth.boxes, targets.classes)
+        copies, pairs = near_copies(boxes.shape[1], noisy, targets), matching.pairs()
+        return outputs, truth, pairs._replace(query=pairs.query + noisy), copies, matching.factor
 
     def by_output(
-        self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sums of the class, L1 and GIoU losses of each output, [P, 3], and the IoU of ``boxed``, [M] without gradient.
+        self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums of the class, L1 and GIoU losses of each output, and the IoU of ``boxed``, [M] without gradient.
+
+        The sums are those of denoising queries, [P, 3], the encoder's without a meaning, and those of the others, [P, 3].
 
         Args:
             classified, boxed: the matches of the class loss, and of the losses of boxes.
-            weights: [N, Q] of each query in the class loss.
         """
-        output, image, query, label = boxed.on(outputs.boxes.device)
+        count, is_same = len(boxed.output), classified is boxed
+        both = boxed if is_same else Pairs(*map(np.concatenate, zip(boxed, classified, strict=True)))
+        output, image, query, label = both.on(outputs.boxes.device)
         ours, theirs = outputs.boxes[image, output, query], truth.boxes[image, label]  # [M, 4]
         iou, generalised = giou(ours, theirs)
-        wanted = iou = iou.detach()
-        if classified is not boxed:
-            output, image, query, label = classified.on(outputs.boxes.device)
-            with torch.no_grad():
-                wanted = giou(outputs.boxes[image, output, query], truth.boxes[image, label])[0]
-        classes = self.class_losses(
-            outputs.logits, (image, output, query, truth.classes[image, label]), wanted
-        )
-        if weights is not None:
-            classes = classes * weights[:, None, :, None]
-        losses = torch.stack([(ours - theirs).abs().sum(1), 1 - generalised], 1)
-        box_sums = boxed.sums(losses, outputs.boxes.shape[1])
-        return torch.cat([classes.sum((0, 2, 3))[:, None], box_sums], 1), iou
+        of_match = image, output, query, truth.classes[image, label], iou.detach()
+        *at, wanted = (part if is_same else part[count:] for part in of_match)
+        classes = self.class_losses(outputs.logits, tuple(at), wanted)
+        sizes = [outputs.noisy, classes.shape[2] - outputs.noisy]
+        of_classes = (classes * truth.weights[:, None, :, None]).split(sizes, 2)
+        losses = torch.stack([(ours - theirs).abs().sum(1), 1 - generalised], 1)[:count]
+        of_boxes = boxed.sums_by_kind(losses, classes.shape[1], outputs.noisy)
+        kinds = zip(of_classes, of_boxes, strict=True)
+        denoised, normal = (torch.cat([part.sum((0, 2, 3))[:, None], sums], 1) for part, sums in kinds)
+        return denoised, normal, iou.detach()[:count]
 
     def class_losses(self, logits: Tensor, at: tuple[Tensor, ...], iou: Tensor) -> Tensor:
-        """Return the class loss of every logit, [N, P, Q, C].
+        """Return the class loss of every logit, [N, P, T, C].
 
         Args:
             at: indices of the matches in ``logits``, each [M].
@@ -176,11 +179,12 @@ class RtdetrLoss:
         return losses
 
 
-def noise_of(noisy: Outputs, targets: Targets) -> tuple[Pairs, Tensor]:
-    """Return the pairs of denoising queries at each output, and the weights [N, D] of the queries."""
-    outputs, queries = noisy.boxes.shape[1:3]
-    weights = (targets.noise_group[:, :queries] >= 0) * targets.noise_weight[:, None]
-    return near_copies(outputs, queries, targets), to_device(torch.from_numpy(weights), noisy.boxes.device)
+def truth_of(outputs: Outputs, targets: Targets) -> Truth:
+    """Return the labels, and the weights: padding has 0, and denoising queries have labels / near copies."""
+    noise = (targets.noise_group[:, : outputs.noisy] >= 0) * targets.noise_weight[:, None]
+    weights = np.pad(noise, ((0, 0), (0, outputs.boxes.shape[2] - outputs.noisy)), constant_values=1)
+    parts = (torch.from_numpy(part) for part in (targets.boxes, targets.classes, weights))
+    return Truth(*(to_device(part, outputs.boxes.device) for part in parts))
 
 
 def near_copies(outputs: int, queries: int, targets: Targets) -> Pairs:

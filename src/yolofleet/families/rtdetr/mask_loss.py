@@ -102,9 +102,7 @@ class MaskLoss:
         sums, pairs = self.boxes.matched(raws.found, targets)
         layers, noisy = len(raws.prototypes), raws.found.noisy_boxes.shape[2]
         first = raws.found.all_boxes.shape[1] + 1 - layers  # outputs before those of the layers have no masks
-        normal = pairs._replace(output=pairs.output - first, query=pairs.query + noisy).rows(
-            pairs.output >= first
-        )
+        normal = pairs._replace(output=pairs.output - first).rows(pairs.output >= first)
         both = normal, near_copies(layers, noisy, targets)
         by_layer = self._by_layer(raws.coefficients, raws.prototypes, both, targets)  # [2 L, 2]
         gains = to_device(self.weights, sums.device)

@@ -47,15 +47,30 @@ class Pairs(NamedTuple):
         """Return some pairs, or all in another order."""
         return Pairs(*(part[chosen] for part in self))
 
+    def beside(self, other: Pairs, outputs: int) -> Pairs:
+        """Return at each output the pairs of both. Each has as many at every output."""
+        both = zip(self, other, strict=True)
+        return Pairs(*(np.hstack([part.reshape(outputs, -1) for part in parts]).ravel() for parts in both))
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Return losses [M, ...] times the weights of the pairs."""
+        weight = to_device(torch.from_numpy(self.weight), losses.device)
+        return losses * weight.view(-1, *[1] * (losses.ndim - 1))
+
     def sums(self, losses: Tensor, outputs: int) -> Tensor:
         """Return the weighted sums of losses [M, ...] of each output, [P, ...].
 
         They are sums of parts: the order of an indexed sum varies on GPUs.
         """
-        weight = to_device(torch.from_numpy(self.weight), losses.device)
-        weighted = losses * weight.view(-1, *[1] * (losses.ndim - 1))
         sizes = np.bincount(self.output, minlength=outputs).tolist()
-        return torch.stack([part.sum(0) for part in weighted.split(sizes)]) if sizes else weighted[:0]
+        return torch.stack([part.sum(0) for part in self.weighted(losses).split(sizes)])
+
+    def sums_by_kind(self, losses: Tensor, outputs: int, noisy: int) -> list[Tensor]:
+        """Return the same for pairs with as many at every output: first of the queries below ``noisy``, then of the others."""
+        each = len(self.output) // outputs
+        first = np.count_nonzero(self.query[:each] < noisy)
+        parts = self.weighted(losses).unflatten(0, (outputs, each)).split([first, each - first], 1)
+        return [part.sum(1) for part in parts]
 
 
 def at_each(
