@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from yolofleet.families.build import outline
 from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
-from yolofleet.families.rfdetr.backbone import cubic, resized
+from yolofleet.families.rfdetr.backbone import DEVIATION, MEAN, cubic, resized
 from yolofleet.families.rfdetr.description import PRESETS, RfdetrDescription
 from yolofleet.families.rtdetr.weights_files import (
     OURS,
@@ -29,6 +28,7 @@ from yolofleet.families.rtdetr.weights_files import (
     holds_state,
     json_beside,
     own_description,
+    write_parts,
 )
 from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickle_machine import PickledObject
@@ -41,7 +41,6 @@ from yolofleet.families.weights.value import (
     as_fp32,
     class_names,
 )
-from yolofleet.storage.atomic import whole_folder, write_bytes, write_json, writing
 from yolofleet.support.errors import CheckpointError
 
 POSITIONS, PATCH = (f"backbone.embeddings.{name}" for name in ("position_embeddings", "projection.weight"))
@@ -379,16 +378,6 @@ def write_folder(path: Path, weights: Weights) -> None:
             tensors[theirs] = t[:, :, None, None].clone() if name == "masks.mix.weight" else t.clone()
     kind = "InstanceSegmentation" if d.mask_width else "ObjectDetection"
     config = config_of(d, header.nc) | {"architectures": [f"RfDetrFor{kind}"], OURS: d.to_dict()}
-    config["id2label"] = dict(enumerate(header.names))
-    config["label2id"] = {name: i for i, name in enumerate(header.names)}
-    image: dict[str, Any] = {
-        "image_processor_type": "RfDetrImageProcessor",
-        "do_resize": True,
-        "do_rescale": True,
-    }
-    image |= {"do_normalize": True, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-    image["size"] = {"height": header.img, "width": header.img}
-    with writing(path), whole_folder(path) as folder:
-        write_json(folder / "config.json", config)
-        write_json(folder / "preprocessor_config.json", image)
-        write_bytes(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+    image: dict[str, Any] = {"image_processor_type": "RfDetrImageProcessor", "do_normalize": True}
+    image |= {"image_mean": list(MEAN), "image_std": list(DEVIATION)}
+    write_parts(path, header, config, image, tensors)

@@ -282,10 +282,15 @@ def write_folder(path: Path, weights: Weights) -> None:
         "architectures": [f"{kind}ForObjectDetection"],
         OURS: replace(d, layers=d.used_layers).to_dict(),
     }
+    image = {"image_processor_type": "RTDetrImageProcessor", "do_normalize": False}
+    write_parts(path, header, config, image, tensors)
+
+
+def write_parts(path: Path, header: WeightsHeader, config: Any, image: Any, tensors: Any) -> None:
+    """Write such a folder: the class names are added to ``config``, and the image size to ``image``."""
     config["id2label"] = dict(enumerate(header.names))
     config["label2id"] = {name: i for i, name in enumerate(header.names)}
-    image = {"image_processor_type": "RTDetrImageProcessor", "do_normalize": False, "do_rescale": True}
-    image |= {"do_resize": True, "size": {"height": header.img, "width": header.img}}
+    image |= {"do_rescale": True, "do_resize": True, "size": {"height": header.img, "width": header.img}}
     with writing(path), whole_folder(path) as folder:
         write_json(folder / "config.json", config)
         write_json(folder / "preprocessor_config.json", image)
