@@ -291,15 +291,15 @@ def test_the_backbone_can_be_frozen_and_its_groups_cover_it(name):
 
 def test_both_forms_of_sampling_have_the_same_values_and_gradients():
     generator = torch.Generator().manual_seed(0)
-    sizes, counts = [(6, 8), (3, 4)], (3, 2)
+    levels = [(6, 8, 3), (3, 4, 2)]
     values = torch.randn(2, 60, 8, 4, generator=generator, requires_grad=True)
-    places = [(torch.rand(2, 5, 8, k, 2, generator=generator) * 1.6 - 0.3).requires_grad_() for k in counts]
-    shares = torch.rand(2, 5, 8, sum(counts), generator=generator).requires_grad_()
+    places = (torch.rand(2, 5, 8, 5, 2, generator=generator) * 1.6 - 0.3).requires_grad_()
+    shares = torch.rand(2, 5, 8, 5, generator=generator).requires_grad_()
     found = []
     for sample in (_sampled, _sampled_by_grid):
-        result = sample(values, places, shares, sizes)
+        result = sample(values, places, shares, levels)
         factors = torch.linspace(-1, 1, result.numel()).view_as(result)
-        found.append([result, *torch.autograd.grad((result * factors).sum(), [values, *places, shares])])
+        found.append([result, *torch.autograd.grad((result * factors).sum(), [values, places, shares])])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -307,7 +307,7 @@ def test_both_forms_of_sampling_have_the_same_values_and_gradients():
 def test_places_that_are_no_numbers_read_no_memory_outside_the_map():
     for bad in (torch.nan, torch.inf, -torch.inf, 1e30):
         place = torch.full((1, 1, 8, 1, 2), bad)
-        result = _sampled(torch.ones(1, 6, 8, 2), [place], torch.ones(1, 1, 8, 1), [(2, 3)])
+        result = _sampled(torch.ones(1, 6, 8, 2), place, torch.ones(1, 1, 8, 1), [(2, 3, 1)])
         assert not result.isfinite().all() or not result.any()
 
 

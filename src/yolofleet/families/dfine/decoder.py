@@ -6,9 +6,9 @@ N images, L decoder layers, T queries with those of the denoising, C classes, W 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxes import cxcywh_from_xyxy
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
 from yolofleet.families.rtdetr.decoder import Context, DecoderLayer, QueryDecoder, last_of
@@ -84,7 +84,7 @@ class DfineDecoder(QueryDecoder):
         all_boxes, all_logits, all_corners, states = [], [], [], []
         before, corners, start = x.new_zeros(()), bins.new_zeros(()), boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
-            position = self.query_pos_head(boxes.to(x.dtype)).clamp(-LARGEST_POSITION, LARGEST_POSITION)
+            position = F.hardtanh(self.query_pos_head(boxes.to(x.dtype)), -LARGEST_POSITION, LARGEST_POSITION)
             x = layer(x, position, boxes, context)
             if i == 0:
                 first = (self.pre_bbox_head(x).float() + inverse_sigmoid(boxes)).sigmoid()
@@ -141,6 +141,5 @@ def moved(boxes: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
         distances: [..., 4] left, top, right, bottom, outwards, in units of the box's side / ``scale``.
     """
     centres, sides = boxes.split(2, -1)
-    reach = (0.5 * scale + distances) / scale * torch.cat([sides, sides], -1)
-    left_top, right_bottom = reach.split(2, -1)
-    return cxcywh_from_xyxy(torch.cat([centres - left_top, centres + right_bottom], -1))
+    left_top, right_bottom = ((distances / scale + 0.5) * torch.cat([sides, sides], -1)).split(2, -1)
+    return torch.cat([centres + (right_bottom - left_top) / 2, left_top + right_bottom], -1)

@@ -20,11 +20,10 @@ from yolofleet.families.rtdetr.attention import DeformableAttention
 from yolofleet.families.rtdetr.blocks import Mlp, tokens_of
 from yolofleet.families.rtdetr.decoder import (
     ANCHOR_SIDE,
-    BORDER,
     CLASS_PRIOR,
-    LARGEST,
     DecoderLayer,
     QueryDecoder,
+    first_boxes,
 )
 from yolofleet.families.rtdetr.masks import MaskHead
 from yolofleet.families.rtdetr.raws import (
@@ -61,10 +60,7 @@ class GroupLayer(DecoderLayer):
         seen = self.cross_attn((x + position).flatten(1, 2), boxes.flatten(1, 2), memory, [size_hw]).view_as(
             x
         )
-        x = self.norm2(x + seen)
-        x = x + self.linear2(self.activation(self.linear1(x)))
-        y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))
-        return y
+        return self.fed(self.norm2(x + seen))
 
 
 class RfdetrDecoder(QueryDecoder):
@@ -139,7 +135,7 @@ class RfdetrDecoder(QueryDecoder):
         self, memory: Tensor, size_hw: tuple[int, int], groups: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return content [G, N, S, W], first boxes [S, 4] and class logits [G, N, S, C]; cells at the edge have the lowest."""
-        boxes, valid = first_boxes(*size_hw, memory.device)
+        boxes, valid = first_boxes(*size_hw, ANCHOR_SIDE, memory.device)
         n, cells, width = (
             memory.shape[0],
             memory.shape[1],
@@ -165,10 +161,7 @@ class RfdetrDecoder(QueryDecoder):
         An image with fewer than Q cells gives that many queries.
         """
         content, boxes, logits = self._of_groups(memory, size_hw, groups)
-        count: Any = min(self.queries, int(content.shape[2]))
-        if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():  # a trace is for other sizes, too
-            count = torch.minimum(torch.tensor(self.queries), torch.as_tensor(content.shape[2]))
-        best = logits.detach().amax(3).topk(count, 2).indices if cells is None else cells[None]  # [G, N, Q]
+        best = self.best(logits) if cells is None else cells[None]  # [G, N, Q]
         content = content.gather(2, best[..., None].expand(-1, -1, -1, content.shape[3]))
         change = x = content.flatten(1, 2)
         for i in range(3):
@@ -250,14 +243,6 @@ def grouped(x: Tensor, heads: Any) -> Tensor:
     # a stack's gradient would be copied for each layer, because the product has it transposed
     weight = torch.cat([head.weight for head in heads]).view(len(heads), -1, heads[0].in_features)
     return torch.baddbmm(bias, x, weight.transpose(1, 2))
-
-
-def first_boxes(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a first box of every cell, float32 [S, 4], and whether it is far enough from the image's edge, bool [S, 1]."""
-    y, x = ((torch.arange(n, device=device, dtype=torch.float32) + 0.5) / n for n in (height, width))
-    centres = torch.stack([x.expand(height, width), y[:, None].expand(height, width)], 2).flatten(0, 1)
-    boxes = torch.cat([centres, torch.full_like(centres, ANCHOR_SIDE)], 1)
-    return boxes, ((boxes > BORDER) & (boxes < 1 - BORDER)).all(1, keepdim=True)
 
 
 def refined(boxes: Tensor, change: Tensor) -> Tensor:

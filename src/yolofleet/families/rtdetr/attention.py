@@ -56,13 +56,12 @@ class DeformableAttention(nn.Module):
         values = self.value_proj(memory).float()
         values = values.reshape(n, memory.shape[1], heads, width // heads)
         centres, sides = boxes[:, :, None, None].split(2, 4)
-        places = [
-            centres + offset * (OFFSET_SCALE / count) * sides
-            for count, offset in zip(self.points, offsets.split(self.points, 3), strict=True)
-        ]
+        scales = torch.tensor([[OFFSET_SCALE / count] for count in self.points for _ in range(count)])
+        places = centres + offsets * to_device(scales, query.device) * sides
         by_grid = self.is_exported or (is_host(query.device) and width // heads < NARROW)
         sample = _sampled_by_grid if by_grid else _sampled
-        sampled: Tensor = self.output_proj(sample(values, places, weights, sizes_hw).to(query.dtype))
+        levels = [(*size_hw, count) for size_hw, count in zip(sizes_hw, self.points, strict=True)]
+        sampled: Tensor = self.output_proj(sample(values, places, weights, levels).to(query.dtype))
         return sampled
 
     def for_export(self, lowest: float) -> nn.Module:
@@ -87,7 +86,7 @@ class DeformableAttention(nn.Module):
 
 
 def _sampled(
-    values: Tensor, places: Sequence[Tensor], shares: Tensor, sizes_hw: Sequence[tuple[int, int]]
+    values: Tensor, places: Tensor, shares: Tensor, levels: Sequence[tuple[int, int, int]]
 ) -> Tensor:
     """Return the weighted sums of bilinear samples, [N, Q, W]; cells outside the map are zeros.
 
@@ -97,18 +96,19 @@ def _sampled(
 
     Args:
         values: [N, S, heads, W / heads].
-        places: of each level, [N, Q, heads, points, 2] x, y in 0..1.
-        shares: of all points, [N, Q, heads, P].
+        places: [N, Q, heads, P, 2] x, y in 0..1.
+        shares: [N, Q, heads, P].
+        levels: height and width of each, and its points.
     """
     n, cells, heads, width = values.shape
-    queries, device, levels, start = shares.shape[1], values.device, [], 0
-    for (height, across), place in zip(sizes_hw, places, strict=True):
-        levels += [(across, height, start)] * place.shape[3]
+    queries, device, of_points, start = shares.shape[1], values.device, [], 0
+    for height, across, count in levels:
+        of_points += [(across, height, start)] * count
         start += height * across
-    extents, starts = to_device(torch.tensor(levels, dtype=torch.int32), device).split(
+    extents, starts = to_device(torch.tensor(of_points, dtype=torch.int32), device).split(
         [2, 1], 1
     )  # [P, 2], [P, 1]
-    beside, parts = _neighbours(torch.cat([*places], 3) * extents - 0.5, extents)  # [N, Q, heads, P, axes, 2]
+    beside, parts = _neighbours(places * extents - 0.5, extents)  # [N, Q, heads, P, axes, 2]
     (columns, rows), (column_shares, row_shares) = beside.unbind(4), parts.unbind(4)
     across = extents[:, :1, None]  # [P, 1, 1]
     index = rows[..., None] * across + columns[..., None, :] + starts[:, None]  # [N, Q, heads, P, 2, 2]
@@ -142,20 +142,18 @@ def _neighbours(places: Tensor, extents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sampled_by_grid(
-    values: Tensor, places: Sequence[Tensor], shares: Tensor, sizes_hw: Sequence[tuple[int, int]]
+    values: Tensor, places: Tensor, shares: Tensor, levels: Sequence[tuple[int, int, int]]
 ) -> Tensor:
     """Return the same as :func:`_sampled`, by operators that ONNX has."""
-    n, _, heads, width = values.shape
-    queries, parts = places[0].shape[1], []
-    levels = values.permute(0, 2, 3, 1).split([h * w for h, w in sizes_hw], 3)  # [N, heads, W / heads, cells]
-    by_level = shares.split([place.shape[3] for place in places], 3)
-    for (height, across), level, place, share in zip(sizes_hw, levels, places, by_level, strict=True):
-        points = place.shape[3]
-        grid = (2 * place - 1).permute(0, 2, 1, 3, 4).reshape(n * heads, queries, points, 2)
-        image = level.reshape(n * heads, width, height, across)
+    n, cells, heads, width = values.shape
+    queries, every, parts, points = places.shape[1], places.shape[3], [], [count for _, _, count in levels]
+    maps = values.permute(0, 2, 3, 1).reshape(n * heads, width, cells).split([h * w for h, w, _ in levels], 2)
+    grids = (2 * places - 1).permute(0, 2, 1, 3, 4).reshape(n * heads, queries, every, 2).split(points, 2)
+    by_level = shares.permute(0, 2, 1, 3).reshape(n * heads, 1, queries, every).split(points, 3)
+    for (height, across, _), cells_of_map, grid, share in zip(levels, maps, grids, by_level, strict=True):
+        image = cells_of_map.reshape(n * heads, width, height, across)
         # [N heads, W / heads, Q, points]
         seen = F.grid_sample(image, grid, "bilinear", "zeros", align_corners=False)
-        share = share.permute(0, 2, 1, 3).reshape(n * heads, 1, queries, points)
         parts.append((seen * share).sum(3))
     found: Tensor = reduce(torch.add, parts)
     return found.reshape(n, heads * width, queries).permute(0, 2, 1)

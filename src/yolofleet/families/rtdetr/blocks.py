@@ -136,7 +136,7 @@ class SelfAttention(nn.Module):
         Args:
             x: [N, T, W].
             position: [N or 1, T, W].
-            mask: bool [N, 1, T, T], whether a token sees another one; None: all see all.
+            mask: [N, 1, T, T], added to the logits; None: all see all.
         """
         n, tokens, width = x.shape
         weight, value_weight = self.in_proj_weight.split([2 * width, width])

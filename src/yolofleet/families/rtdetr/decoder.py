@@ -36,7 +36,9 @@ class Context(NamedTuple):
 
     memory: Tensor  # [N, S, W] cells of the levels, one after the other
     sizes_hw: list[tuple[int, int]]  # of each level
-    mask: Tensor | None  # bool [N, 1, T, T], whether a query sees another one; None: all see all
+    mask: (
+        Tensor | None
+    )  # float32 [N, 1, T, T], 0 where a query sees another one, else -inf; None: all see all
 
 
 class DecoderLayer(nn.Module):
@@ -65,8 +67,12 @@ class DecoderLayer(nn.Module):
         x = self.norm1(x + self.self_attn(x, position, context.mask))
         seen = self.cross_attn(x + position, boxes, context.memory, context.sizes_hw)
         x = self.norm2(x + seen) if self.gateway is None else self.gateway(x, seen)
+        return self.fed(x)
+
+    def fed(self, x: Tensor) -> Tensor:
+        """Return the result of the feed-forward network."""
         x = x + self.linear2(self.activation(self.linear1(x)))
-        y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
+        y: Tensor = self.norm3(F.hardtanh(x, -LARGEST, LARGEST))  # in fp16 the sum may be infinite
         return y
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -164,13 +170,18 @@ class QueryDecoder(nn.Module):
 
         An image with fewer than Q cells gives that many queries.
         """
-        count: Any = min(self.queries, int(content.shape[1]))
-        if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():  # a trace is for other sizes, too
-            count = torch.minimum(torch.tensor(self.queries), torch.as_tensor(content.shape[1]))
-        cells = logits.detach().amax(2).topk(count, 1).indices if cells is None else cells
-        best, chosen = cells[..., None], anchors.expand(content.shape[0], -1, -1)
+        best = (self.best(logits) if cells is None else cells)[..., None]
+        chosen = anchors.expand(content.shape[0], -1, -1)
         content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (content, logits))
         return content, self.enc_bbox_head(content).float() + chosen.gather(1, best.expand(-1, -1, 4)), logits
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Return the cells with the highest scores, int64 [..., Q], for class logits [..., S, C]."""
+        scores = logits.detach().amax(-1)
+        count: Any = min(self.queries, int(scores.shape[-1]))
+        if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():  # a trace is for other sizes, too
+            count = torch.minimum(torch.tensor(self.queries), torch.as_tensor(scores.shape[-1]))
+        return scores.topk(count, -1).indices
 
     def tied(self, maps: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the choices of queries, int64 [1, Q], that rounding may cause for one image, beginning with the highest scores."""
@@ -188,7 +199,7 @@ class QueryDecoder(nn.Module):
                 yield torch.cat([order[: near[0]], order[list(chosen)]])[None]
 
     def denoising(self, targets: Any, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the content [N, D, W] and boxes [N, D, 4] of labels with noise, and who sees whom, bool [N, 1, T, T].
+        """Return the content [N, D, W] and boxes [N, D, 4] of labels with noise, and the mask of ``Context``.
 
         A denoising query sees its group and the normal queries, which see only each other. Nobody sees padding.
         """
@@ -199,7 +210,8 @@ class QueryDecoder(nn.Module):
         same = (groups[:, :, None] == groups[:, None]) & (groups >= 0)[:, None]  # [N, D, D]
         mask = F.pad(F.pad(same, (0, 0, 0, queries), value=False), (0, queries), value=True)
         content: Tensor = self.denoising_class_embed(classes)
-        return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
+        # each layer would make numbers of a mask of bools
+        return content, inverse_sigmoid(boxes).sigmoid(), torch.where(mask[:, None], 0.0, -math.inf)
 
     def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
         """Run the layers. Return boxes, class logits, other results of the family, and the queries; each a list of [N, T, .].
@@ -271,13 +283,14 @@ def anchors_of(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> tup
     Returns:
         float32 [1, S, 4] logits of cx, cy, w, h, and bool [1, S, 1].
     """
-    levels = []
-    for level, (height, width) in enumerate(sizes_hw):
-        y, x = ((torch.arange(n, device=device, dtype=torch.float32) + 0.5) / n for n in (height, width))
-        side = torch.full_like(x, ANCHOR_SIDE * 2**level)
-        box = torch.stack([x, torch.zeros_like(x), side, side], 1).expand(height, -1, -1)  # [H, W, 4]
-        box = box + F.pad(y[:, None, None], (1, 2)).expand(-1, width, -1)
-        levels.append(box.reshape(height * width, 4))
-    boxes = torch.cat(levels)[None]
-    valid = ((boxes > BORDER) & (boxes < 1 - BORDER)).all(2, keepdim=True)
+    levels = [first_boxes(*size_hw, ANCHOR_SIDE * 2**i, device) for i, size_hw in enumerate(sizes_hw)]
+    boxes, valid = (torch.cat(parts)[None] for parts in zip(*levels, strict=True))
     return (boxes / (1 - boxes)).log().where(valid, torch.full_like(boxes, FAR)), valid
+
+
+def first_boxes(height: int, width: int, side: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a first box of every cell, float32 [H W, 4], and whether it is far enough from the image's edge, bool [H W, 1]."""
+    y, x = ((torch.arange(n, device=device, dtype=torch.float32) + 0.5) / n for n in (height, width))
+    centres = torch.stack([x.expand(height, width), y[:, None].expand(height, width)], 2).flatten(0, 1)
+    boxes = torch.cat([centres, torch.full_like(centres, side)], 1)
+    return boxes, ((boxes > BORDER) & (boxes < 1 - BORDER)).all(1, keepdim=True)
