@@ -138,6 +138,8 @@ class ExportConfig(CodeSettings):
     out: Path | None = saved_setting(
         None, "file or folder to write; default: in the folder of the weights", in_files=False
     )
+    triton: Path | None = saved_setting(None, "model repository of Triton to write to", in_files=False)
+    deepstream: Path | None = saved_setting(None, "folder to write for DeepStream-Yolo", in_files=False)
     json_out: str = json_setting("the result of the check")
 
 

@@ -22,12 +22,14 @@ MAX_CLASSES = 100_000
 MAX_SIDE_PX = 100_000
 MAX_BATCH = 4096
 MAX_PIXELS = 2**27  # of all images of a batch: 1.5 GiB as float32
-IMAGES, DECODED, BOXES = "images", "decoded", "boxes"  # names of the input and of the outputs
+IMAGES, DECODED, BOXES, ROWS = "images", "decoded", "boxes", "rows"  # names of the input and of the outputs
 COMPUTES = {  # by the last output
     DECODED: "images [N, 3, H, W] float32 RGB in 0..1 -> decoded [N, K, 5 + C] float32: cx, cy, w, h in pixels of the "
     "input, objectness, class probabilities; score = objectness x probability",
     BOXES: "images [N, 3, H, W] float32 RGB in 0..1 -> boxes [N, max_det, 6] float32: x1, y1, x2, y2 in pixels of the "
     "input, score, class; best first, then rows of zeros",
+    ROWS: "images [N, 3, H, W] float32 RGB in 0..1 -> rows [N, K, 6] float32: x1, y1, x2, y2 in pixels of the input, best "
+    "score, its class",
 }
 COMPUTES["prototypes"] = (
     f"{COMPUTES[DECODED]}; coefficients [N, K, D] and prototypes [N, D, H / 4, W / 4]: inside a mask, within its box, their product "

@@ -25,6 +25,7 @@ from yolofleet.inference.export.formats import FORMATS, Format, format_named, fo
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
 from yolofleet.inference.export.opened import first_line, remember_export
 from yolofleet.inference.export.runtime import image_size, open_exported
+from yolofleet.inference.export.servers import Server, folder_of, server_of
 from yolofleet.inference.export.verify import (
     batches_of,
     calibration_batches,
@@ -59,6 +60,7 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         YolofleetError: see :func:`export`; also for wrong settings and weights, before the first file is written.
     """
     formats = [format_named(name) for name in dict.fromkeys(config.format.split(","))]
+    server = server_of(config)
     recipe_class = load_recipe_class(config.recipe_class)
     source = resolve_weights(config.weights)
     if format_of(source) is not None:
@@ -88,10 +90,14 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         )
     beside = _place(config.weights, source)
     outs = [config.out or format.path_beside(beside, kind) for format in formats]
-    for out, format in zip(outs, formats, strict=True):
-        check_target(out, format)
-    if config.out is None:
-        check_beside(source)
+    if server is not None:
+        outs = [folder_of(config, outs[0].stem)]
+        server.check(outs[0], model)
+    else:
+        for out, format in zip(outs, formats, strict=True):
+            check_target(out, format)
+        if config.out is None:
+            check_beside(source)
     found = []
     for out, format in zip(outs, formats, strict=True):
         console.header(
@@ -118,6 +124,7 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
             data=config.data,
             calibration_images=config.calibration_images,
             recipe_class=recipe_class,
+            server=server,
         )
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
         found.append(figures)
@@ -172,6 +179,7 @@ def export(
     data: str = "",
     calibration_images: int = 0,
     recipe_class: TrainingRecipe | None = None,
+    server: Server | None = None,
 ) -> dict[str, Any]:
     """Write a file in a temporary folder, verify it, and then move it to ``out``.
 
@@ -180,6 +188,7 @@ def export(
         data: data set whose images verify the file; "": generated images.
         recipe_class: reads ``data``.
         calibration_images: images of the training split of ``data`` that find the ranges of an 8-bit file.
+        server: makes ``out`` its folder, around the file.
     Returns:
         JSON-able figures: file, format, mib, verified, runtime, difference, ...
 
@@ -200,8 +209,9 @@ def export(
         TemporaryDirectory(dir=out.parent, prefix=".yolofleet-export-", ignore_cleanup_errors=True) as folder,
     ):
         made = Path(folder, "made", out.name)
-        made.parent.mkdir()
-        _write(format, job, made)
+        file = made / server.model if server else made
+        make_folder(file.parent)
+        _write(format, job, file)
         figures: dict[str, Any] = {
             "file": str(out),
             "format": format.name,
@@ -210,10 +220,12 @@ def export(
             "pictures": data or "generated",
             "verified": False,
         }
-        figures |= _verified(format, job, made, model, batches_of(metadata, size_hw, images))
-        remember_export(format, made)
-        for file in made.parent.iterdir():
-            replace(file, out.parent / file.name)
+        figures |= _verified(format, job, file, model, batches_of(metadata, size_hw, images))
+        remember_export(format, file)
+        if server is not None:
+            server.finish(made, metadata)
+        for part in made.parent.iterdir():
+            replace(part, out.parent / part.name)
     return figures
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from yolofleet.inference.export.export_metadata import (
     IMAGES,
     KEY,
     MAX_CLASSES,
+    ROWS,
     ExportMetadata,
     Suppression,
     printable,
@@ -113,6 +115,20 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
+def session_of(path: Path, options: Any = None, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """Load a file with ONNX Runtime. Raise CheckpointError if that fails."""
+    onnxruntime = _onnxruntime()
+    options = options or onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # its errors are also raised as exceptions
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as problem:  # exceptions of onnxruntime have no common base class
+        raise CheckpointError(
+            f"ONNX Runtime cannot load {path}: {first_line(problem)}",
+            hint="use another copy, or export it again",
+        ) from None
+
+
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Load a file of yolofleet, or of another program in the format of YOLOv5's export. Raises as ``runtime.open_exported``."""
     onnxruntime = _onnxruntime()
@@ -124,7 +140,6 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         metadata = _foreign_metadata(path, model, stored)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # its errors are also raised as exceptions
     has_cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
     kind, _, index = (device or "cuda").partition(":")
     if kind != "cpu" and device is not None and not (kind == "cuda" and has_cuda):
@@ -135,13 +150,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     providers: list[Any] = ["CPUExecutionProvider"]
     if kind == "cuda" and has_cuda:
         providers.insert(0, ("CUDAExecutionProvider", {"device_id": int(index or 0)}))
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as problem:  # exceptions of onnxruntime have no common base class
-        raise CheckpointError(
-            f"ONNX Runtime cannot load {path}: {first_line(problem)}",
-            hint="use another copy, or export it again",
-        ) from None
+    session = session_of(path, options, providers)
     if len(session.get_inputs()) != 1:
         raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, expected 1")
     used = session.get_providers()[0].removesuffix("ExecutionProvider")
@@ -208,6 +217,38 @@ def _other_form(sides: list[list[int | None]], out: list[list[int | None]]) -> s
     return ""
 
 
+def append_rows(model: Any) -> None:
+    """Replace the output ``decoded`` by ``rows`` [N, K, 6], see ``export_metadata.COMPUTES``; in place."""
+    from onnx import TensorProto, helper
+
+    graph = _Writer(model.graph)
+    cxcywh, _, best, best_class = _best_classes(graph)
+    number = graph("Unsqueeze", graph("Cast", best_class, to=TensorProto.FLOAT), *graph.numbers([2]))
+    graph("Concat", *_corners(graph, cxcywh, axis=2), best, number, axis=2, output=ROWS)
+    shape = model.graph.output[0].type.tensor_type.shape
+    dims = [dim.dim_param or dim.dim_value or None for dim in shape.dim[:2]]
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, [*dims, 6]))
+
+
+def _best_classes(graph: _Writer) -> tuple[str, str, str, str]:
+    """Add boxes [N, K, 4] cx, cy, w, h, scores [N, K, C], and the largest [N, K, 1] and its class [N, K] of ``decoded``."""
+    cxcywh = graph("Slice", DECODED, *graph.numbers([0], [4], [2]))
+    objectness = graph("Slice", DECODED, *graph.numbers([4], [5], [2]))  # [N, K, 1]
+    classes = graph("Slice", DECODED, *graph.numbers([5], [2**31], [2]))  # [N, K, C]
+    scores = graph("Mul", objectness, classes)
+    best = graph("ReduceMax", scores, axes=[2], keepdims=1)
+    return cxcywh, scores, best, graph("ArgMax", scores, axis=2, keepdims=0)
+
+
+def _corners(graph: _Writer, cxcywh: str, axis: int) -> tuple[str, str]:
+    """Add the corners x1, y1 and x2, y2 of boxes, whose sides are in the last dimension ``axis``."""
+    centre = graph("Slice", cxcywh, *graph.numbers([0], [2], [axis]))
+    sides = graph("Slice", cxcywh, *graph.numbers([2], [4], [axis]))
+    half = graph("Mul", sides, graph.number(0.5, np.float32))
+    return graph("Sub", centre, half), graph("Add", centre, half)
+
+
 def append_suppression(model: Any, nms: Suppression) -> None:
     """Replace the output ``decoded`` by ``boxes`` [N, D, 6], see ``export_metadata.COMPUTES``; in place.
 
@@ -219,12 +260,7 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     graph = _Writer(model.graph)
     i64, f32 = np.int64, np.float32
 
-    cxcywh = graph("Slice", DECODED, *graph.numbers([0], [4], [2]))  # [N, K, 4]
-    objectness = graph("Slice", DECODED, *graph.numbers([4], [5], [2]))  # [N, K, 1]
-    classes = graph("Slice", DECODED, *graph.numbers([5], [2**31], [2]))  # [N, K, C]
-    scores = graph("Mul", objectness, classes)
-    best = graph("ReduceMax", scores, axes=[2], keepdims=1)  # [N, K, 1]
-    best_class = graph("ArgMax", scores, axis=2, keepdims=0)  # [N, K]
+    cxcywh, scores, best, best_class = _best_classes(graph)
     class_scores = (
         best if nms.agnostic else graph("Where", graph("Less", scores, best), graph.number(0, f32), scores)
     )
@@ -240,13 +276,10 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     where = graph("Gather", kept, graph.number([0, 2], i64), axis=1)  # [M, 2] image, prediction
     score = graph("GatherND", graph("Squeeze", best, graph.number([2], i64)), where)  # [M]
     found = graph("GatherND", cxcywh, where)  # [M, 4]
-    centre = graph("Slice", found, *graph.numbers([0], [2], [1]))
-    half = graph("Mul", graph("Slice", found, *graph.numbers([2], [4], [1])), graph.number(0.5, f32))
     column = graph.number([1], i64)
     rows = graph(  # [M, 6]
         "Concat",
-        graph("Sub", centre, half),
-        graph("Add", centre, half),
+        *_corners(graph, found, axis=1),
         graph("Unsqueeze", score, column),
         graph(
             "Unsqueeze",

@@ -43,8 +43,8 @@ class Runtime:
         self.task = metadata.task
         if metadata.outputs != task_of(self).outputs or (metadata.nms and self.task != BOXES.name):
             raise CheckpointError(
-                f"{path} has invalid metadata: outputs of {self.task}: {', '.join(metadata.outputs)}",
-                hint="export it again",
+                f"{path} has outputs of {self.task} that yolofleet cannot read: {', '.join(metadata.outputs)}",
+                hint="export it again, without --deepstream",
             )
         self.assumed: Mapping[str, str] = metadata.assumed
         self._lock = threading.Lock()
