@@ -85,7 +85,8 @@ test-store: env
 # tests that need packages of their own, in an environment of their own: make test-extra EXTRA=loggers (2.1 GB); emulators of Azure
 # and Google Cloud Storage (0.9 GB, Node.js), and Ceph's S3 server if Debian's ceph-mon, ceph-osd, radosgw and ceph-common are
 # installed; converters to TensorFlow Lite (gigabytes, deleted afterwards); notebook, the one in examples; parity: D-FINE, RT-DETRv2 and
-# RF-DETR beside transformers and rfdetr
+# RF-DETR beside transformers and rfdetr; examples, those of ONNX Runtime (0.5 GB, Node.js; C++ only with g++ and
+# ONNXRUNTIME_ROOT)
 EXTRA ?= loggers
 INSTALL_loggers := -e ".[tensorboard,wandb,mlflow]"
 RUN_loggers := -m pytest tests/multiprocess/test_loggers.py
@@ -97,6 +98,9 @@ RUN_notebook := -m pytest tests/e2e/test_notebook.py -m slow
 INSTALL_parity := "transformers==5.24.0" "rfdetr==1.11.2" -e "."
 RUN_parity := -m pytest tests/parity/test_detr_parity.py tests/parity/test_detr_loss_parity.py tests/parity/test_detr_weights.py \
   tests/parity/test_rfdetr_parity.py tests/parity/test_rfdetr_package.py
+INSTALL_examples := -e ".[onnx]"
+PREPARE_examples := npm install --silent --no-fund --no-audit --no-package-lock --prefix examples/onnxruntime-js
+RUN_examples := -m pytest tests/e2e/test_onnxruntime_examples.py -m slow
 RUN_converters := tests/export/environments.py tflite
 
 test-extra:

@@ -30,6 +30,9 @@ def test_a_hint_names_packages_and_not_yolofleet():
     assert not any("yolofleet" in install_hint(extra) for extra in EXTRAS)
 
 
+OTHERS = {"__pycache__", "node_modules"}
+
+
 def test_no_text_tells_users_to_install_yolofleet_by_its_name():
     """The name on PyPI does not belong to this project."""
     source = Path(yolofleet.__file__).parent
@@ -38,7 +41,7 @@ def test_no_text_tells_users_to_install_yolofleet_by_its_name():
     by_name = re.compile(r"""pip install[^\n`;#&|]*[ \t'"]yolofleet\b""")
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"
-        for path in [*texts, *(page for page in pages if page.is_file() and page.suffix != ".pyc")]
+        for path in [*texts, *(page for page in pages if page.is_file() and not OTHERS & {*page.parts})]
         for match in by_name.finditer(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
