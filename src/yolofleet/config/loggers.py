@@ -16,11 +16,7 @@ from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import did_you_mean, quoted, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-}
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 SENDS = [name for name in PACKAGES if name != "tensorboard"]  # to a server, if the user names one
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
 
@@ -123,6 +119,5 @@ def check_usable(config: RunSettings) -> None:
         found = find_spec(package)
         if found is None or found.origin is None:  # a folder of that name is not a package
             raise ConfigError(
-                f"--log {name} needs the package {package}, which is not installed",
-                hint=install_hint(name),
+                f"--log {name} needs the package {package}, which is not installed", hint=install_hint(name)
             )

@@ -21,14 +21,7 @@ from typing import IO, Any, TypeVar
 from urllib.parse import quote, urljoin
 
 from yolofleet.storage.caches import INDEX
-from yolofleet.storage.request import (
-    OFFLINE,
-    Refused,
-    check_redirect,
-    is_forbidden,
-    is_offline,
-    may_pass,
-)
+from yolofleet.storage.request import OFFLINE, Refused, check_redirect, is_forbidden, is_offline, may_pass
 from yolofleet.storage.shards import (
     LIST,
     MAX_INDEX_BYTES,

@@ -173,11 +173,7 @@ class Task(ABC):
             one_class: every class counts as class 0.
         """
         parts = [
-            replace(
-                one.native(back),
-                image=np.full(len(one), image),
-                classes=one.classes * (not one_class),
-            )
+            replace(one.native(back), image=np.full(len(one), image), classes=one.classes * (not one_class))
             for image, one, back in zip(images, found, backs, strict=True)
         ]
         return self.nothing.joined([self.nothing, *parts])

@@ -92,8 +92,7 @@ class ExportConfig(CodeSettings):
     weights: Weights = input_setting("", "weights to export: .safetensors, .pt, .weights or .pdparams")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     format: str = input_setting(
-        "onnx",
-        "onnx, torchscript, openvino, ncnn or tflite; several with commas: onnx,openvino",
+        "onnx", "onnx, torchscript, openvino, ncnn or tflite; several with commas: onnx,openvino"
     )
     img: str = input_setting(
         "",

@@ -129,9 +129,7 @@ def _of_changes(places: Places, pixels: int) -> Runs:
 
 
 def encode(
-    inside: NDArray[np.bool_],
-    size_hw: tuple[int, int] | None = None,
-    corner_xy: tuple[int, int] = (0, 0),
+    inside: NDArray[np.bool_], size_hw: tuple[int, int] | None = None, corner_xy: tuple[int, int] = (0, 0)
 ) -> Runs:
     """Return the mask of a bitmap [h, w], which is the whole image, or a window of an image of ``size_hw`` at ``corner_xy``."""
     rows, columns = inside.shape
