@@ -17,6 +17,7 @@ import torch
 from commands import small_shapes
 from miniature import Accelerator, Wait
 from small_training import SmallRun, described, small_run
+from walks import sampled
 
 from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import ValConfig
@@ -169,7 +170,7 @@ def test_a_steady_step_waits_for_nothing_and_computes_in_the_type_that_was_asked
     assert weight.isfinite().all() and not torch.equal(weight, before)
 
 
-@pytest.mark.parametrize(("family", "images"), [("yolov3", 8), ("ppyoloe-atss", 4)])
+@pytest.mark.parametrize(("family", "images"), sampled([("yolov3", 8), ("ppyoloe-atss", 4)], 2))
 def test_a_steady_step_of_two_devices_waits_for_nothing(accelerator: Accelerator, family: str, images: int):
     run = family_run(family, devices=("mini:0", "mini:1"), images=images)
     run.do(2)
@@ -265,7 +266,7 @@ def read_loss(loss: object) -> Callable[..., torch.Tensor]:
     return sums
 
 
-@pytest.mark.parametrize("family", ["yolov3", "ppyoloe-atss"])
+@pytest.mark.parametrize("family", sampled(["yolov3", "ppyoloe-atss"], 2))
 def test_a_loss_that_the_host_reads_is_seen(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, family: str
 ):
@@ -276,7 +277,9 @@ def test_a_loss_that_the_host_reads_is_seen(
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize(("family", "module"), [("yolov3", yolov5_module), ("ppyoloe-atss", ppyoloe_module)])
+@pytest.mark.parametrize(
+    ("family", "module"), sampled([("yolov3", yolov5_module), ("ppyoloe-atss", ppyoloe_module)], 2)
+)
 def test_targets_copied_from_pageable_memory_are_seen(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, family: str, module: object, non_blocking: bool
 ):

@@ -96,7 +96,7 @@ def restored(run: SmallRun, **settings: object) -> SmallRun:
         ("yolov3", {"exact": True, "optimizer": "Adam"}, 0.0),
         pytest.param("ppyoloe", {"images": 4, "optimizer": "AdamW"}, 0.0, marks=SLOW_HERE),
         ("ppyoloe", {"images": 4, "exact": True}, ALIGNED),
-        ("yolov5", {"images": 6, "per_pass": 2}, 0.0),
+        pytest.param("yolov5", {"images": 6, "per_pass": 2}, 0.0, marks=SLOW_HERE),
     ],
     ids=["yolov5", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact", "passes-of-two"],
 )
@@ -156,7 +156,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("family", "devices", "settings", "goes_on"),
     [
-        ("yolov5", HERE, {"per_pass": 2}, "skip"),
+        pytest.param("yolov5", HERE, {"per_pass": 2}, "skip", marks=SLOW_HERE),
         pytest.param("yolov3", HERE, {"sync_bn": True}, "skip", marks=SLOW_HERE),
         pytest.param("yolov3", HERE, {"exact": True, "per_pass": 2}, "rollback", marks=SLOW_HERE),
         ("yolov3", BOTH, {"exact": True}, "skip"),
