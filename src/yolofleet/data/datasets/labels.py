@@ -325,8 +325,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
     - A number is not finite or exceeds ``MAX_FRACTION``, the box has no width or height, or it is wholly outside the
       image: the row is dropped.
     - The box sticks out by more than ``EDGE_TOLERANCE``, or its centre is outside: it is clipped.
-    - The same class and box occur twice in an image: the first is kept if labels are ``bare_rows``, else all. Polygons that
-      differ are no such labels.
+    - The same class, box and polygon occur twice in an image: the first is kept if labels are ``bare_rows``, else all.
 
     A row that breaks no rule keeps its numbers exactly (float32 of the text).
     """
@@ -374,14 +373,12 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
 
     keep = ~dropped
     rows = np.flatnonzero(keep)
-    columns = [*boxes[rows].T, classes[rows], raw.image[rows]]
-    repeats = _repeats(columns)
+    repeats = _repeats(columns := [*boxes[rows].T, classes[rows], raw.image[rows]])
     if bare_rows and raw.outlines is not None and repeats.any():  # another polygon may have the same box
-        outlines = raw.outlines.in_order(rows)
-        parts = iter(np.split(outlines.points, np.cumsum(outlines.point_counts)[:-1]))
-        has_one = outlines.polygon_counts > 0  # a row has no more
-        numbers = [hash(next(parts).tobytes()) if has else 0 for has in has_one]
-        repeats &= _repeats([*columns, np.array(numbers)]) | ~has_one
+        from yolofleet.data.datasets.maskrows import polygon_numbers
+
+        numbers = polygon_numbers(raw.outlines.in_order(rows))
+        repeats &= _repeats([*columns, numbers]) | (numbers == 0)
     for row in rows[repeats].tolist():
         keep[row] = not bare_rows
         problems.append((row, *(_TWICE if bare_rows else _REPEATED)))
@@ -396,9 +393,7 @@ _REPEATED = ("a label repeats another one of its image (labels like this: {count
 def _repeats(columns: Sequence[np.ndarray]) -> np.ndarray:
     """Return which rows of columns [M] equal an earlier row: bool [M]."""
     order = np.lexsort(columns)  # a stable sort, so of equal rows the first comes first
-    equal_before = np.ones(max(0, len(order) - 1), bool)
-    for column in columns:
-        equal_before &= column[order[1:]] == column[order[:-1]]
+    equal_before = [column[order[1:]] == column[order[:-1]] for column in columns]
     repeats = np.zeros(len(order), bool)
-    repeats[order[1:][equal_before]] = True
+    repeats[order[1:][np.logical_and.reduce(equal_before)]] = True
     return repeats
