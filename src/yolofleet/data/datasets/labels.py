@@ -213,6 +213,11 @@ class Outlines:
             points = np.rint(np.nan_to_num(self.points).clip(0, 1) * OUTLINE_UNIT).astype(np.uint16)
         return Outlines(self.polygon_counts, self.point_counts, points)
 
+    def numbers(self) -> np.ndarray:
+        """Return a number for each label of at most one polygon: int64 [M], the same for equal polygons; 0: a box."""
+        parts = iter(np.split(self.points, np.cumsum(self.point_counts)[:-1]))
+        return np.array([hash(next(parts).tobytes()) if has else 0 for has in self.polygon_counts.tolist()])
+
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
     """Return where each group of these sizes begins, and the end: int64 [len(counts) + 1]."""
@@ -338,6 +343,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         odd = np.asarray(~np.isfinite(wide).all(1))
         pixels = np.asarray(~odd & (np.abs(wide) > MAX_FRACTION).any(1))
         flat = np.asarray(~odd & ~pixels & (wide[:, 2:] <= 0).any(1))
+        negative = flat & (wide[:, 2:] < 0).any(1)
         outside = ~odd & ~pixels & ~flat & ((high <= 0) | (low >= 1)).any(1)
         dropped = wrong_class | odd | pixels | flat | outside
         sticks_out = np.asarray((low < -EDGE_TOLERANCE).any(1) | (high > 1 + EDGE_TOLERANCE).any(1))
@@ -352,11 +358,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         (odd, "is not finite", "box-not-finite"),
         (pixels & bare_rows, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
         (pixels, "lies outside the image, or is more than twice as large", "box-outside"),
-        (
-            flat & (wide[:, 2:] < 0).any(1),
-            "has no width or height: a side is negative (xmin > xmax?)",
-            "box-empty",
-        ),
+        (negative, "has no width or height: a side is negative (xmin > xmax?)", "box-empty"),
         (flat, "has no width or height", "box-empty"),
         (outside, "lies outside the image", "box-outside"),
     )
@@ -375,9 +377,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
     rows = np.flatnonzero(keep)
     repeats = _repeats(columns := [*boxes[rows].T, classes[rows], raw.image[rows]])
     if bare_rows and raw.outlines is not None and repeats.any():  # another polygon may have the same box
-        from yolofleet.data.datasets.maskrows import polygon_numbers
-
-        numbers = polygon_numbers(raw.outlines.in_order(rows))
+        numbers = raw.outlines.in_order(rows).numbers()
         repeats &= _repeats([*columns, numbers]) | (numbers == 0)
     for row in rows[repeats].tolist():
         keep[row] = not bare_rows

@@ -93,12 +93,6 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
     return not cv2.erode(wrong, square, borderType=cv2.BORDER_CONSTANT, borderValue=0).any()
 
 
-def polygon_numbers(outlines: Outlines) -> np.ndarray:
-    """Return a number for each label of at most one polygon: int64, the same for equal polygons; 0: a box."""
-    parts = iter(np.split(outlines.points, np.cumsum(outlines.point_counts)[:-1]))
-    return np.array([hash(next(parts).tobytes()) if has else 0 for has in outlines.polygon_counts.tolist()])
-
-
 def rings_of(polygon: np.ndarray) -> list[np.ndarray]:
     """Return the rings of a polygon uint16 [k, 2], in which each part has a positive area.
 
