@@ -120,7 +120,10 @@ def write_atomically(
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             if check is not None:
-                check(temporary)
+                try:
+                    check(temporary)
+                finally:
+                    temporary.stat()  # somebody may have deleted it: that is the error then
         sync_folder(path.parent)
 
 

@@ -158,6 +158,18 @@ def test_a_failed_background_write_is_told_at_the_next_save(tmp_path: Path) -> N
         store.save(snapshot(2))
 
 
+def test_a_folder_deleted_while_a_state_is_read_back_is_the_disks_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after_a_deletion(path: Path) -> Any:
+        path.unlink()
+        return read_tensors(path)
+
+    monkeypatch.setattr(file_format, "read_tensors", after_a_deletion)
+    with pytest.raises(StorageError):  # a run then writes its folder again
+        write_tensors(tmp_path / "t.safetensors", TENSORS, {})
+
+
 def test_weights_are_not_a_training_state(tmp_path: Path) -> None:
     write_tensors(tmp_path / "best.safetensors", TENSORS, {"family": "yolov5"})
     with pytest.raises(CheckpointError, match="--weights"):
