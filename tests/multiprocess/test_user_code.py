@@ -171,15 +171,15 @@ def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) ->
 
 
 def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
-    (folder / "parts.py").write_text(BROKEN_PARTS)
+    (folder / "failing_parts.py").write_text(BROKEN_PARTS)
     command = ["train", "--model", str(TINY), "--data", "no table.csv", *RUN, "--recipe-class"]
     with working_in(folder):
         failed = called(*command, "my_data.py:CsvData").err
     assert "CsvData.dataset failed: FileNotFoundError" in failed and "no table.csv" in failed
     assert "my_data.py:" in failed and "Traceback" not in failed
     command[command.index("no table.csv")] = "small shapes/data.yaml"
-    failed = in_ranks(folder, 1, *command, "parts.py:Failing", code=2)
-    assert "Failing.loss failed: KeyError: 'gain'" in failed and "parts.py:6" in failed
+    failed = in_ranks(folder, 1, *command, "failing_parts.py:Failing", code=2)
+    assert "Failing.loss failed: KeyError: 'gain'" in failed and "failing_parts.py:6" in failed
     assert "Traceback" not in failed
 
 
