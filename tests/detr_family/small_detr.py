@@ -45,7 +45,7 @@ VIT = {
     "groups": 3,
 }
 VIT |= {"patch": 8, "decoder_width": 32, "decoder_feedforward": 32, "layers": 2, "queries": 20}
-WIDER = VIT | {"positions": 16, "backbone_width": 64, "decoder_width": 64, "queries": 40}
+WIDER = VIT | {"positions": 16, "backbone_width": 64, "decoder_width": 64, "queries": 100}
 # a built-in network and its changes
 RFDETR: dict[str, tuple[str, dict[str, Any]]] = {
     "rfdetr-toy": ("rfdetr-n", VIT),
