@@ -27,8 +27,8 @@ from test_rfdetr_parity import (
     images,
     labels_of,
     loss_of,
-    masks_of,
     ours_by_formula,
+    predicted,
     sizes_of,
 )
 
@@ -96,13 +96,7 @@ def test_predictions_are_those_of_the_package(name):
             found |= {f"{part[5:]} {px}": some(values) for part, values in expected.items() if "pred" in part}
         return found
 
-    found = dict[str, Any]()
-    for px, x in inputs.items():
-        with torch.no_grad():
-            raws = model(x)
-        found |= {f"boxes {px}": raws.boxes, f"logits {px}": raws.logits}
-        if model.task == "masks":
-            found[f"masks {px}"] = masks_of(raws)
+    found = predicted(model, inputs)
     for result in results(f"predictions-{name}", ask):
         assert result.keys() == found.keys()
         for key, values in result.items():

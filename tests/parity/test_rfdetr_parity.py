@@ -124,6 +124,18 @@ def masks_of(raws):
     return found + coefficients[..., -1][..., None, None]
 
 
+@torch.no_grad()
+def predicted(model, inputs):
+    """Boxes, logits and masks of images of each size."""
+    found = dict[str, Any]()
+    for px, x in inputs.items():
+        raws = model(x)
+        found |= {f"boxes {px}": raws.boxes, f"logits {px}": raws.logits}
+        if model.task == "masks":
+            found[f"masks {px}"] = masks_of(raws)
+    return found
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_predictions_are_those_of_transformers(name):
     model = ours_by_formula(SMALL[name]).eval()
@@ -139,13 +151,7 @@ def test_predictions_are_those_of_transformers(name):
                 found[f"masks {px}"] = some(expected.pred_masks)
         return found
 
-    found = dict[str, Any]()
-    for px, x in inputs.items():
-        with torch.no_grad():
-            raws = model(x)
-        found |= {f"boxes {px}": raws.boxes, f"logits {px}": raws.logits}
-        if model.task == "masks":
-            found[f"masks {px}"] = masks_of(raws)
+    found = predicted(model, inputs)
     assert len(inputs) >= 2
     for result in each_result(f"rfdetr-predictions-{name}", ask):
         assert result.keys() == found.keys()

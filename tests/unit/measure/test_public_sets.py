@@ -62,7 +62,8 @@ def test_cells_are_listed_with_their_hours_and_unknown_ones_refused(
     results.write_text("".join(json.dumps(each) + "\n" for each in kept))
     assert main(["--list", "--results", str(results), "--epochs", "30"]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "/" in line)
-    # 90 core seconds in 30 epochs for each of the seeds that are left; a comparison of five epochs is none of one epoch
+    # a seed that is left takes 90 core seconds, as the one that is done; the comparison after five epochs does not count,
+    # because one after one epoch is asked for
     assert [listed[f"bccd/yolov5n/{cell}"] for cell in ("equal", "seed0", "seed1")] == [
         "done",
         "done",

@@ -243,7 +243,11 @@ class Stratification:
             chosen[group] = split
 
     def why_not(self, shares: Sequence[int]) -> str:
-        """Return why the groups are hardly frames of videos, or cannot be divided; "" if neither is known."""
+        """Return why the groups are hardly frames of videos, or do not reach each split; "" if neither is known.
+
+        Args:
+            shares: of the splits, in ``UNIT``, that of train first; one alone is not tried.
+        """
         sizes = np.bincount(self.member)
         if sizes.max() * UNIT > shares[0] * len(self.member):
             return f"the largest group would have {sizes.max()} of {len(self.member)} images"
@@ -253,6 +257,6 @@ class Stratification:
         alone, known = int((groups[several] == 1).sum()), int((groups > 0).sum())
         if alone * 2 > known:
             return f"{alone} of {known} classes would be in one group only"
-        if len(np.unique(self.split(shares))) < len(shares):
+        if len(shares) > 1 and len(np.unique(self.split(shares))) < len(shares):
             return f"a split would get none of the {len(sizes)} groups"
         return ""

@@ -214,7 +214,8 @@ def _in_folder(root: Path) -> tuple[Splits, dict[str, YolofleetError]]:
 
 def _has_masks(folder: Path) -> bool:
     """Return whether one of the first images has masks."""
-    return any(os.path.exists(_masks_of(image, {})) for image in _first_images(folder))
+    folders = dict[str, dict[str, str]]()
+    return any(os.path.exists(_masks_of(image, folders)) for image in _first_images(folder))
 
 
 def _first_images(folder: Path) -> Iterable[str]:

@@ -21,7 +21,7 @@ LIGHT_FROM = 2  # from the third stage on, an inner layer is :func:`light_conv`
 
 
 class Scaled(torch.autograd.Function):
-    """``bias + scale x``, whose backward pass has four operations; that of torch has six."""
+    """``bias + scale x`` of a map of any shape and two numbers [1]; the backward pass has four operations, that of torch six."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -36,9 +36,8 @@ class Context(NamedTuple):
 
     memory: Tensor  # [N, S, W] cells of the levels, one after the other
     sizes_hw: list[tuple[int, int]]  # of each level
-    mask: (
-        Tensor | None
-    )  # float32 [N, 1, T, T], 0 where a query sees another one, else -inf; None: all see all
+    # float32 [N, 1, T, T], 0 where a query sees another one, else -inf; None: all see all
+    mask: Tensor | None
 
 
 class DecoderLayer(nn.Module):

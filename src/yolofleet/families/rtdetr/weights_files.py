@@ -287,7 +287,7 @@ def write_folder(path: Path, weights: Weights) -> None:
 
 
 def write_parts(path: Path, header: WeightsHeader, config: Any, image: Any, tensors: Any) -> None:
-    """Write such a folder: the class names are added to ``config``, and the image size to ``image``."""
+    """Write a folder that transformers loads. ``config`` gets the class names, and ``image``, the preprocessor, the image size."""
     config["id2label"] = dict(enumerate(header.names))
     config["label2id"] = {name: i for i, name in enumerate(header.names)}
     image |= {"do_rescale": True, "do_resize": True, "size": {"height": header.img, "width": header.img}}
