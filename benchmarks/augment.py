@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=400)
     samples = parser.parse_args().samples
-    cv2.setNumThreads(0)
+    cv2.setNumThreads(1)
     print("training sample, mosaic + colour + flip, one core")
     for img in (320, 640):
         crop, warp = sample_ms(Recipe(), img, samples), sample_ms(Recipe(degrees=5), img, samples)

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--img", type=int, nargs="+", default=[320, 640])
     parser.add_argument("--turns", type=int, default=5)
     asked = parser.parse_args()
-    cv2.setNumThreads(0)
+    cv2.setNumThreads(1)
     index = build_index(load_dataset(asked.data), "train")
     print("| px | cache | ms an image | KB an image | difference |\n|---|---|---|---|---|")
     for img in asked.img:

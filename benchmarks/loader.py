@@ -31,7 +31,7 @@ import cv2
 from importlib import import_module
 sys.path.insert(0, {folder!r})
 Set = import_module({module!r}).LoadImagesAndLabels
-cv2.setNumThreads(0)
+cv2.setNumThreads(1)
 hyp = dict(mosaic=1.0, mixup=0.0, copy_paste=0.0, degrees=0.0, translate=0.1, scale=0.5, shear=0.0, perspective=0.0,
            hsv_h=0.015, hsv_s=0.7, hsv_v=0.4, flipud=0.0, fliplr=0.5)
 data = Set({images!r}, {img}, 16, augment=True, hyp=hyp, cache_images={cache!r})
@@ -61,7 +61,7 @@ def ours(path: str, img: int, cached: bool, model: str = "") -> None:
     from yolofleet.support.system.proc import reuse_freed_memory
     from yolofleet.tasks.masks.task import MASKS
 
-    cv2.setNumThreads(0)
+    cv2.setNumThreads(1)
     reuse_freed_memory()  # as in a loader process
     masks = model.endswith("-seg")
     index = build_index(load_dataset(path), "train", masks=masks)

@@ -351,6 +351,34 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
 
 
+BESIDE_THREADS_OF_OPENCV = """
+import threading
+import cv2, numpy as np
+from yolofleet.data.input.loader import Loader
+
+over = threading.Event()
+pixels = np.zeros((640, 640, 3), np.uint8)
+
+def use_opencv():
+    while not over.is_set():
+        cv2.cvtColor(pixels, cv2.COLOR_BGR2HSV)
+
+using = [threading.Thread(target=use_opencv) for _ in range(2)]
+[thread.start() for thread in using]
+for _ in range(12_000):
+    cv2.setNumThreads(2)  # as a new process has it
+    Loader(str, iter(()), workers=0, prefetch=1, pin_memory=False)
+over.set()
+"""
+
+
+def test_a_loader_starts_while_other_threads_use_threads_of_opencv():
+    run = subprocess.run(
+        [sys.executable, "-c", BESIDE_THREADS_OF_OPENCV], capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
+
+
 STOPPED_AT_THE_START = """
 import os, signal, threading, time
 from yolofleet.data.input.loader import Loader

@@ -46,6 +46,11 @@ _FLIPS = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
+def use_one_opencv_thread() -> None:
+    """Let OpenCV start no threads here: a fork beside them could hang. 0 would crash a process with a thread inside OpenCV."""
+    cv2.setNumThreads(1)
+
+
 def read_image(
     path: str | os.PathLike[str], *, reduction: int = 1, seen: Part | None = None, follow: bool = True
 ) -> np.ndarray:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from yolofleet.data.images.decode import use_one_opencv_thread
 from yolofleet.data.input.read_ahead import ReadAhead, with_following
 from yolofleet.data.input.shared_buffers import Made, ReceivedBuffers, Sent, fill_buffers, pinned
 from yolofleet.support.closing import Closing
@@ -62,8 +63,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         Args:
             read_ahead: reads the files of a key before ``build`` needs them.
         """
-        # Loader processes already use the cores, and a fork of a process with OpenCV threads could deadlock.
-        cv2.setNumThreads(0)
+        use_one_opencv_thread()
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._items: Iterator[Any] = iter(())
@@ -102,9 +102,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
                 self._workers = [one for one in multiprocessing.active_children() if one not in others]
                 # This runs before the exit handler of multiprocessing, which waits for its children.
                 atexit.register(self.close)
-        except (
-            BaseException
-        ):  # a stop signal: this process would wait at its end for its children, which ignore it
+        except BaseException:  # a stop signal, which the children ignore: the end of this process would wait
             self.close()
             raise
 
@@ -217,7 +215,7 @@ def _use_opencv() -> None:
     locked for ever. OpenCV locks it again only where a thread uses one of its functions for the first time. A loader process
     is a copy of this thread, so it has the thread's values.
     """
-    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))
+    encoded = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))[1]
     image = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))
     image = cv2.resize(image, (6, 6), interpolation=cv2.INTER_AREA)
     cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
@@ -230,7 +228,7 @@ def _start_worker(in_use: np.ndarray, loader: int, worker: int) -> None:
 
     if sys.platform == "linux":  # elsewhere processes are not forked, so ``in_use`` is a copy
         fill_buffers(in_use[worker], (loader, worker))
-    cv2.setNumThreads(0)
+    use_one_opencv_thread()
     torch.set_num_threads(1)
     reuse_freed_memory()
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,
@@ -240,8 +238,7 @@ def _start_worker(in_use: np.ndarray, loader: int, worker: int) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
-    # On Windows, DataLoader's own check (every 5 s) is enough.
-    if parent is not None and sys.platform != "win32":
+    if parent is not None and sys.platform != "win32":  # there, DataLoader's own check (every 5 s) is enough
         threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from yolofleet import __version__
 from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.data.images.decode import use_one_opencv_thread
 from yolofleet.families.networks.precision import resolve_precision
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL, processes_of
@@ -30,7 +31,7 @@ def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.devic
     exact = where.reduce == "exact"
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
-    cv2.setNumThreads(0)
+    use_one_opencv_thread()
     here = devices.device_count() if where.device in ("auto", ALL) else processes_of(where.device)
     if place.source == ENV and here > 1 and not where.device.startswith("cpu"):
         raise ConfigError(
