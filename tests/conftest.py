@@ -12,9 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `refere
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a run under nohup does so, too
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # each process of a test would compile the package again: 0.7 s
+# each process of a test would compile the package again: 0.7 s
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("CI", None)  # CI services set it, and no progress is drawn there; tests of that rule set it
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves

@@ -94,9 +94,8 @@ def served(predictor: Predictor, **settings: Any) -> Iterator[Served]:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            begun = threading.Barrier(
-                service._threads._max_workers
-            )  # all threads belong to the block, not to a test in it
+            # all threads belong to the block, not to a test in it
+            begun = threading.Barrier(service._threads._max_workers)
             assert all(list(service._threads.map(lambda _: begun.wait(END_S) >= 0, range(begun.parties))))
             yield Served(service, server, listener.getsockname()[1])
         finally:

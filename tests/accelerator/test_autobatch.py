@@ -27,9 +27,8 @@ def settings(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Any]:
-    monkeypatch.setattr(
-        miniature, "SWEEP_BYTES", -(2**60)
-    )  # freed memory is free at once, so that peaks are exact
+    # freed memory is free at once, so that peaks are exact
+    monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))
     (tmp_path / "more").mkdir()
     data = small_shapes(tmp_path / "more", images=64, val_images=4)
     without = {name: value for name, value in whole_run.items() if name != "micro_batch"}

@@ -333,9 +333,8 @@ def test_resume_of_an_ended_run_names_the_stored_setting_that_ends_it(cli, here)
     assert (
         f"ended already, by --max-steps 1 of {run / 'config.yaml'}; --max-steps with a higher number" in said
     )
-    cli(
-        "train", "--resume", run, "--max-steps", "2", code=0
-    )  # the epochs are in the config.yaml of the run now
+    # the epochs are in the config.yaml of the run now
+    cli("train", "--resume", run, "--max-steps", "2", code=0)
     found = json.loads((run / "results.json").read_text(encoding="utf-8"))
     assert found["steps"] == 2
 

@@ -247,9 +247,8 @@ def test_advice_on_the_training_size(tmp_path, monkeypatch):
     tiny = 4 / 1280
     write_picture(tmp_path / "tiny" / "images" / "a.jpg", 1280, 960)
     (tmp_path / "tiny" / "labels").mkdir()
-    (tmp_path / "tiny" / "labels" / "a.txt").write_text(
-        f"0 0.5 0.5 {2.5 * tiny} {5 * tiny}\n"
-    )  # 10 px of 1280
+    # 10 px of 1280
+    (tmp_path / "tiny" / "labels" / "a.txt").write_text(f"0 0.5 0.5 {2.5 * tiny} {5 * tiny}\n")
     (tmp_path / "tiny" / "data.yaml").write_text("train: images\nnames: [x]\n")
     index = build_index(load_dataset(str(tmp_path / "tiny")), "train")
     assert (

@@ -378,9 +378,8 @@ def test_a_file_that_a_person_put_into_the_cache_comes_first(table):
     assert find_or_download("yolov5s") == folder / "yolov5s.safetensors"
     assert find_or_download("own") == find_or_download("own.pt") == folder / "own.pt"
     assert find_or_download("darknet-yolov3-tiny").name == "yolov3-tiny.weights"
-    with pytest.raises(
-        CheckpointError, match=r"cannot download yolov3-tiny\.pt"
-    ):  # another network than Darknet's
+    # another network than Darknet's
+    with pytest.raises(CheckpointError, match=r"cannot download yolov3-tiny\.pt"):
         find_or_download("yolov3-tiny")
     assert not table.asked
 

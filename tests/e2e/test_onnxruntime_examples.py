@@ -72,9 +72,8 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
         alike = [other for other in left if abs(one["score"] - other["score"]) < 1e-3]
         boxes = torch.tensor([other["box_xyxy_px"] for other in alike]).reshape(-1, 4)
         (overlaps,) = iou_matrix(torch.tensor([one["box"]]), boxes)
-        equal = (overlaps > 0.99) | (
-            (boxes - torch.tensor(one["box"])).abs().amax(1) < 0.02
-        )  # also without area
+        # also without area
+        equal = (overlaps > 0.99) | ((boxes - torch.tensor(one["box"])).abs().amax(1) < 0.02)
         found = [
             other for other, yes in zip(alike, equal, strict=True) if yes and other["name"] == one["name"]
         ]

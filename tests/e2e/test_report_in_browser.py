@@ -103,9 +103,8 @@ def test_the_page_says_what_the_errors_count_and_where_there_are_no_labels(
     table = '[aria-label="Figures of each class"]'
     row = f"return [...document.querySelectorAll('{table} tbody tr')].map((e) => e.textContent).filter((t) => /no labels/.test(t))"
     assert [text.count("no labels") for text in chromium.run(row)] == [4]
-    chromium.run(
-        f"[...document.querySelectorAll('{table} thead button')].at(-1).click()"
-    )  # the best one first
+    # the best one first
+    chromium.run(f"[...document.querySelectorAll('{table} thead button')].at(-1).click()")
     last = f"return [...document.querySelectorAll('{table} tbody tr')].at(-1).textContent"
     assert "no labels" in chromium.run(last)
 

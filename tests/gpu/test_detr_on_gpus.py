@@ -79,9 +79,8 @@ def test_predictions_are_those_of_the_cpu(name: str) -> None:
     model.eval()
     with torch.no_grad(), float32_products(DEVICE, tf32=False):
         here, there = model(images), copy.deepcopy(model).to(DEVICE)(images.to(DEVICE))
-    best = [
-        raws.logits.cpu().amax(2).sort(1).values for raws in (here, there)
-    ]  # near scores may change places
+    # near scores may change places
+    best = [raws.logits.cpu().amax(2).sort(1).values for raws in (here, there)]
     torch.testing.assert_close(*best, rtol=0, atol=1e-3)
 
 

@@ -91,9 +91,8 @@ def test_compiled_passes_of_several_micro_batches_learn_the_same(
     folder: Path, eager: dict[str, torch.Tensor]
 ) -> None:
     yolofleet(folder, *arguments("together", *COMPILED, "--micro-batches-per-pass", "2"))
-    assert_equal_up_to_rounding(
-        weights(folder, "together"), eager
-    )  # also the statistics of both micro-batches
+    # also the statistics of both micro-batches
+    assert_equal_up_to_rounding(weights(folder, "together"), eager)
 
 
 @pytest.mark.slow

@@ -86,9 +86,8 @@ def test_labels_with_masks_are_read_once(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_network_for_boxes_are_a_start_whose_head_is_new(folder: Path) -> None:
-    model = build_model(
-        describe("yolov5n"), 36, seed=3
-    )  # its head has the rows of one for 4 classes and masks
+    # its head has the rows of one for 4 classes and masks
+    model = build_model(describe("yolov5n"), 36, seed=3)
     write_weights(folder / "boxes.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
     start = ["--weights", "boxes.safetensors", "--freeze", "backbone", "--epochs", "1", "--max-steps", "2"]
     with working_in(folder):

@@ -82,9 +82,8 @@ def outputs_of(name, program, seed):
         raws = model(formula_picture(seed))
         decoded = model.decode(raws).rows[0].split([raw[0, ..., 0].numel() for raw in raws])
     found = {}
-    for j, (raw, rows) in enumerate(
-        zip(raws[::-1], decoded[::-1], strict=True)
-    ):  # coarsest first in all the files
+    # coarsest first in all the files
+    for j, (raw, rows) in enumerate(zip(raws[::-1], decoded[::-1], strict=True)):
         a, h, w, values = raw.shape[1:]
         found[f"raw{j}"] = raw.permute(0, 1, 4, 2, 3).reshape(1, a * values, h, w).numpy()
         if program == "darknet":  # logits of sizes, all else between 0 and 1

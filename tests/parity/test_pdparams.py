@@ -52,9 +52,8 @@ def test_a_file_of_paddle_comes_back_bit_for_bit(tmp_path):
     for name, array in arrays.items():
         assert array.dtype == expected[name].dtype == np.float32
         assert np.array_equal(array, expected[name])
-    with pytest.raises(
-        CheckpointError, match="no class predictions"
-    ):  # there is one weight of them, but no bias
+    # there is one weight of them, but no bias
+    with pytest.raises(CheckpointError, match="no class predictions"):
         paddle.read(path)
 
 

@@ -95,9 +95,8 @@ def test_counts_and_channels_are_the_originals(name):
     assert sum(p.numel() for p in model.parameters()) == facts["numel_trainable"]
     assert numbers(model) == facts["numel_trainable"] + facts["numel_bn_running"] + 17
     for part, count in facts["by_part"].items():  # with running statistics
-        there = sum(
-            t.numel() for t in getattr(model, part).state_dict().values() if t.dim()
-        )  # counters are no vectors
+        # counters are no vectors
+        there = sum(t.numel() for t in getattr(model, part).state_dict().values() if t.dim())
         assert there + 17 * (part == "yolo_head") == count
     assert model.backbone.out_channels == facts["out_channels_backbone"]
     assert model.neck.out_channels == facts["out_channels_neck"]

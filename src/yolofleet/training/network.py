@@ -124,9 +124,8 @@ def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullCons
     from yolofleet.families.networks.class_names import match_names  # a run from scratch does not need it
 
     match = match_names(weights.header.names, names, assumed="names" in weights.header.assumed)
-    if (
-        match.columns is not None and FAMILIES[weights.header.family].user_code
-    ):  # only its author knows its rows
+    # only its author knows its rows
+    if match.columns is not None and FAMILIES[weights.header.family].user_code:
         console.warn(f"start weights: {match.text}; those of a network of your own keep their order")
     elif match.text:
         console.note(f"start weights: {match.note}")

@@ -94,9 +94,8 @@ def test_modules_become_inert_objects(tmp_path):
         assert file.tensor(conv.state["_parameters"]["weight"]).shape == (4, 3, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "package", ["models", "yolov5.models"]
-)  # of YOLOv5's repository, of its package on PyPI
+# of YOLOv5's repository, of its package on PyPI
+@pytest.mark.parametrize("package", ["models", "yolov5.models"])
 def test_modules_of_yolov5_become_inert_objects(tmp_path, package):
     pickled = PROTO + f"c{package}.yolo\nDetectionModel\n)\x81.".encode("latin-1")
     with TorchFile(written(tmp_path / "m.pt", archive(pickled))) as file:

@@ -72,9 +72,8 @@ def test_boxes_lie_inside_the_image(labels):
 def test_a_box_is_tight_around_what_is_painted(kind, monkeypatch):
     # The pixels of one object show only on a black ground, which no seed gives.
     monkeypatch.setattr(shapes, "_ground", lambda _, img: np.zeros((img, img, 3), np.float32))
-    monkeypatch.setattr(
-        shapes, "_whole", lambda _, low, high: kind if high == len(NAMES) - 1 else 1
-    )  # one object
+    # one object
+    monkeypatch.setattr(shapes, "_whole", lambda _, low, high: kind if high == len(NAMES) - 1 else 1)
     monkeypatch.setattr(shapes, "PARTNER_SHARE", 0.0)
     monkeypatch.setattr(shapes, "NOISE", 0.0)
     for trial in range(20):

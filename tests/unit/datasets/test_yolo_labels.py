@@ -14,9 +14,8 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import ConfigError, DataError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
-MANY = (
-    GOOD + "1 0.2 0.2 0.1 0.1\n2 0.8 0.8 0.1 0.1\n1 0.3 0.8 0.1 0.1\n"
-)  # so that few bad rows are no refusal
+# so that few bad rows are no refusal
+MANY = GOOD + "1 0.2 0.2 0.1 0.1\n2 0.8 0.8 0.1 0.1\n1 0.3 0.8 0.1 0.1\n"
 POSE_3 = "0 0.5 0.5 0.2 0.1 0.42 0.46 2 0.58 0.47 2 0.44 0.54 2 0.57 0.53 2\n"  # 5 + 4 * 3 columns
 POSE_2 = "0 0.5 0.5 0.2 0.1 0.42 0.46 0.58 0.47\n"  # 5 + 2 * 2
 

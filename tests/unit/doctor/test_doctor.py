@@ -100,9 +100,8 @@ HEALTHY: dict[str, Any] = {
     "disks": [{"folder": "runs", "below": "/", "size": 999 * GIB, "free": 99 * GIB, "write_bytes_per_s": 1e9, "problem": None}],
 }  # fmt: skip
 DISK = HEALTHY["disks"][0]
-RUN = resources_of(
-    TrainConfig(batch=32, micro_batch=16, device="0,1")
-)  # validates 32 images of 640 px at a time
+# validates 32 images of 640 px at a time
+RUN = resources_of(TrainConfig(batch=32, micro_batch=16, device="0,1"))
 NEED = ResourceEstimate(RUN, ranks=2, workers=4, on_gpu=True)
 
 

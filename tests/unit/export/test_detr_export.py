@@ -78,7 +78,6 @@ def test_what_a_format_cannot_hold_is_refused_before_a_file_is_written(model, wo
     with pytest.raises(ConfigError, match=says) as caught:
         check_format(FORMATS[name], config, model)
     _, found, offered = str(caught.value.hint).rpartition("--format ")
-    for other in (
-        offered.replace(", ", " or ").split(" or ") if found else ()
-    ):  # no hint leads to another refusal
+    # no hint leads to another refusal
+    for other in offered.replace(", ", " or ").split(" or ") if found else ():
         check_format(FORMATS[other], config, model)

@@ -271,9 +271,8 @@ def test_python_opens_a_program_only_with_trust(files, predict):
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if FORMATS[name].danger])
 def test_every_format_that_can_execute_code_needs_trust(tmp_path, monkeypatch, format):
-    monkeypatch.setattr(
-        "yolofleet.inference.export.runtime.need", lambda *_: None
-    )  # as if its runtime were installed
+    # as if its runtime were installed
+    monkeypatch.setattr("yolofleet.inference.export.runtime.need", lambda *_: None)
     format = FORMATS[format]
     path = tmp_path / f"model{format.suffix}"
     (path.mkdir if format.marker else path.touch)()

@@ -475,9 +475,8 @@ def test_a_disk_that_is_too_small_is_said_before_anything_comes(server, tmp_path
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of processes")
 def test_a_disk_that_refuses_in_the_middle_leaves_what_came(server, tmp_path):
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + SCRIPT
-    )  # writes beyond 50,000 bytes fail with EFBIG, as they do with ENOSPC on a full disk
+    # writes beyond 50,000 bytes fail with EFBIG, as they do with ENOSPC on a full disk
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + SCRIPT
     item = item_of(BODY, server.put("/file", whole(BODY)))
     done = subprocess.run(
         [sys.executable, "-c", code, repr(item), str(tmp_path)], capture_output=True, text=True

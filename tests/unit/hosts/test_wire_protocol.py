@@ -186,9 +186,8 @@ def altered(value: Any, chance: random.Random) -> Any:
 def test_no_frame_that_gets_through_brings_the_launcher_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys, "stderr", io.TextIOWrapper(io.BytesIO(), errors="backslashreplace")
-    )  # as the CLI's is
+    # as the CLI's is
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), errors="backslashreplace"))
     chance, passed = random.Random(0), 0
     host = Host("n0", "cpu")
     for _ in range(1500):

@@ -203,9 +203,8 @@ def test_own_image_stands_at_every_corner():
 def test_pictures_come_as_often_as_the_recipe_says(mosaic, mosaic9, mixup):
     made = samples(Recipe(mosaic=mosaic, mosaic9=mosaic9, mixup=mixup, scale=0, translate=0))
     keys = [(epoch, position) for epoch in range(20) for position in range(12)]
-    counts = np.array(
-        [len(images_read(made, *key)) for key in keys]
-    )  # 2 of 4 where the corner is at the border
+    # 2 of 4 where the corner is at the border
+    counts = np.array([len(images_read(made, *key)) for key in keys])
     standard_error = 0.5 / 240**0.5
     assert set(counts.tolist()) <= {1, 2, 4, 6, 8, 9}
     assert abs((counts > 1).mean() - mosaic) < 3 * standard_error

@@ -120,9 +120,8 @@ def test_a_network_learns_to_find_boxes_with_the_loss_of_its_family():
     targets = loss.match(rows, 1, (HEIGHT, WIDTH))
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
     for step in range(120):
-        optimiser.param_groups[0]["lr"] = 0.02 * (
-            1 - step / 120
-        )  # at a constant rate the boxes swing by 3 px
+        # at a constant rate the boxes swing by 3 px
+        optimiser.param_groups[0]["lr"] = 0.02 * (1 - step / 120)
         sums = loss.sums(model(image), targets)
         (loss.gains * sums / torch.from_numpy(targets.counts).clamp(min=1)).sum().backward()
         optimiser.step()

@@ -210,9 +210,8 @@ def test_shapes_follow_the_contract_and_every_parameter_gets_a_gradient(name):
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter_name.endswith("lab.bias"):
             assert parameter.grad.any(), parameter_name
-        elif (
-            parameter.requires_grad
-        ):  # the next norm takes most of these shifts out again: only rounding is left
+        # the next norm takes most of these shifts out again: only rounding is left
+        elif parameter.requires_grad:
             assert parameter.grad is not None, parameter_name
 
 

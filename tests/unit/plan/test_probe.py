@@ -106,9 +106,8 @@ def test_measured_memory_decides_what_fits() -> None:
     fits = {n: machine_of(probe, replace(WORK, micro_batch=n), network) for n in (59, 61)}
     assert fits[59].fits and not fits[61].fits
     assert fits[61].needed_bytes == pytest.approx(16.25e9)
-    double = machine_of(
-        probe, replace(WORK, img=640), network
-    )  # a little less than four times, because of the state
+    # a little less than four times, because of the state
+    double = machine_of(probe, replace(WORK, img=640), network)
     assert 3 < double.needed_bytes / machine_of(probe, WORK, network).needed_bytes < 4
 
 

@@ -57,9 +57,8 @@ class Training:
     def __init__(self, optimizer: str, *, exact: bool = False) -> None:
         torch.manual_seed(0)
         self.world, recipe = World.single(), Yolov5Hyperparameters()
-        self.model = cast(
-            Any, build_model(described("yolov5-narrow"), NC)
-        )  # torch's stub lacks memory_format
+        # torch's stub lacks memory_format
+        self.model = cast(Any, build_model(described("yolov5-narrow"), NC))
         self.model.to(memory_format=torch.channels_last).train()
         replicas = Replicas.build(
             self.model, [self.world.device], self.world, reduce="exact" if exact else "fast", synced=False

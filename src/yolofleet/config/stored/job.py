@@ -131,9 +131,8 @@ def read_file(
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
-            if stored is not None and (
-                name in stored or name in known or is_hyperparameter(name)
-            ):  # else a user added it
+            # otherwise a user added it
+            if stored is not None and (name in stored or name in known or is_hyperparameter(name)):
                 stored_source = str(stored[name].value) if name in stored else DEFAULT
                 is_of_recipe = found is hyperparameters and stored_source.startswith("recipe ")
                 source = stored_source if verbatim or stored_source == DEFAULT or is_of_recipe else source

@@ -23,9 +23,8 @@ from yolofleet.support.text import listed, screen_line, shown
 UNIT = 1_000_000  # shares are whole numbers of it, so sums are exact
 _NEAR_UNIT = 1 << 24  # the same for distances; a product of two, summed over 10,000 classes, is below 2**63
 _MOVES = 1000
-_COPY = re.compile(
-    r"(?i)[_.](jpe?g|png|bmp|webp|tiff?)\.rf\.[0-9a-z]+$"
-)  # Roboflow's versions of one picture
+# Roboflow's versions of one picture
+_COPY = re.compile(r"(?i)[_.](jpe?g|png|bmp|webp|tiff?)\.rf\.[0-9a-z]+$")
 _NUMBER = re.compile(r"[ _.()-]*\d+\)?$")
 # what cameras and programs write before the number of a picture, splits, years and times
 _COMMON = re.compile(
@@ -194,9 +193,8 @@ class Stratification:
         column = np.concatenate([classes, np.full(len(without), names), np.full(len(images), names + 1)])
         group = self.member[np.concatenate([owner, without, images]).astype(np.int64)]
         cells, self.count = np.unique(group * self.columns + column, return_counts=True)
-        self.group, self.column = np.divmod(
-            cells, self.columns
-        )  # of each cell of the table [G, C] that is not 0
+        # of each cell of the table [G, C] that is not 0
+        self.group, self.column = np.divmod(cells, self.columns)
         self.starts = np.searchsorted(self.group, np.arange(len(number) + 1))
         self.total = np.bincount(column.astype(np.int64), minlength=self.columns)
 

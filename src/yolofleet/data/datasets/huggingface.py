@@ -159,9 +159,8 @@ class _Conversion:
             self.names, self.file_of_names = names, file
 
 
-_Row = tuple[
-    str, ImageHeader | None, list[tuple[Any, Any]]
-]  # file name, header, (box, category) of each object
+# file name, header, (box, category) of each object
+_Row = tuple[str, ImageHeader | None, list[tuple[Any, Any]]]
 
 
 def _objects(row: Mapping[str, Any], place: str) -> list[tuple[Any, Any]]:

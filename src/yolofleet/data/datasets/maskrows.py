@@ -68,9 +68,8 @@ def _is_simple(points: np.ndarray, ring: np.ndarray) -> bool:
         return False
     x, y = ring.astype(np.int64).T
     dx, dy = np.roll(x, -1) - x, np.roll(y, -1) - y
-    of_line = np.sign(
-        dx[:, None] * (y - y[:, None]) - dy[:, None] * (x - x[:, None])
-    )  # the side of each point
+    # the side of each point
+    of_line = np.sign(dx[:, None] * (y - y[:, None]) - dy[:, None] * (x - x[:, None]))
     meets = of_line * np.roll(of_line, -1, axis=1) <= 0
     return int((meets & meets.T).sum()) == 3 * len(ring)  # each with itself and its two neighbours
 

@@ -24,9 +24,8 @@ class Table:
     A column that is no array has a class with ``__getitem__`` and ``joined``, as a table has them.
     """
 
-    __match_args__: tuple[
-        str, ...
-    ]  # the names of the fields, as ``dataclass`` sets them; ``fields`` takes five times as long
+    # the names of the fields, as ``dataclass`` sets them; ``fields`` takes five times as long
+    __match_args__: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(getattr(self, self.__match_args__[0]))

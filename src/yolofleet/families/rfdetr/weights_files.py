@@ -45,9 +45,8 @@ from yolofleet.support.errors import CheckpointError
 
 POSITIONS, PATCH = (f"backbone.embeddings.{name}" for name in ("position_embeddings", "projection.weight"))
 MARK = "refpoint_embed.weight"  # a tensor that every file of RF-DETR has
-COCO_ROWS = [
-    i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)
-]  # its identifiers of classes
+# COCO's identifiers of its classes
+COCO_ROWS = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]
 UNUSED = ("_kp_active_mask",)  # of the authors' networks, without a meaning for boxes and masks
 VIT = "backbone.0.encoder.encoder."
 # our name and the authors' of the beginning or a part of a tensor's name; the first that fits counts

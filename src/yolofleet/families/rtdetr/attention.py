@@ -105,9 +105,8 @@ def _sampled(
     for height, across, count in levels:
         of_points += [(across, height, start)] * count
         start += height * across
-    extents, starts = to_device(torch.tensor(of_points, dtype=torch.int32), device).split(
-        [2, 1], 1
-    )  # [P, 2], [P, 1]
+    # [P, 2], [P, 1]
+    extents, starts = to_device(torch.tensor(of_points, dtype=torch.int32), device).split([2, 1], 1)
     beside, parts = _neighbours(places * extents - 0.5, extents)  # [N, Q, heads, P, axes, 2]
     (columns, rows), (column_shares, row_shares) = beside.unbind(4), parts.unbind(4)
     across = extents[:, :1, None]  # [P, 1, 1]

@@ -134,9 +134,8 @@ class QueryDecoder(nn.Module):
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
         *results, states = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
-        ones = torch.ones_like(
-            results[0][-1][:, :1, 0]
-        )  # [N, 1]; on the device, so that the host does not wait
+        # [N, 1]; on the device, so that the host does not wait
+        ones = torch.ones_like(results[0][-1][:, :1, 0])
         sides = torch.cat([ones * size_hw[1], ones * size_hw[0]] * 2, 1)
         if not is_full:
             return DetrRaws(results[0][-1], results[1][-1], sides), states

@@ -48,9 +48,8 @@ class MaskTargets(Targets):
 
     raster: np.ndarray  # int64 [N, G]; number of the label's raster; -1: it has none
     rasters: np.ndarray  # uint8 [R, h, w]; share of each cell in the mask, 1/255
-    windows: (
-        np.ndarray
-    )  # int64 [R, 4]; first column and row, and end, of the cells that the box touches; at least one
+    # int64 [R, 4]; first column and row, and end, of the cells that the box touches; at least one
+    windows: np.ndarray
 
 
 class MaskLoss:
@@ -172,9 +171,8 @@ def mask_losses(
         rasters, windows: as in ``MaskTargets``.
         number: int64 [P] of the raster and the window.
     """
-    logits = torch.addmm(
-        coefficients[:, -1:], coefficients[:, :-1], prototypes.float().flatten(1)
-    )  # [P, h w]
+    # [P, h w]
+    logits = torch.addmm(coefficients[:, -1:], coefficients[:, :-1], prototypes.float().flatten(1))
     wanted = rasters[number].flatten(1) / 255
     left, top, right, bottom = windows[number][..., None].unbind(1)  # [P, 1]
     rows, columns = (torch.arange(n, device=logits.device) for n in prototypes.shape[1:])

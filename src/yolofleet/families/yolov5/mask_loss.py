@@ -24,9 +24,8 @@ from yolofleet.families.yolov5.loss import Targets, Yolov5Loss
 from yolofleet.families.yolov5.rows import PROTOTYPE_STRIDE
 from yolofleet.support.devices import is_host, to_device
 
-MOST_LOGITS = (
-    1 << 24
-)  # that exist at once, 64 MiB; a forward pass has about 5 such tensors, a backward pass 6
+# logits that exist at once, 64 MiB; a forward pass has about 5 such tensors, a backward pass 6
+MOST_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class MaskTargets(Targets):
     masked: np.ndarray  # int64 [K]: matches with a mask, sorted by image and label
     owners: np.ndarray  # int64 [K]: the label of each, in 0..R-1, ascending
     images: np.ndarray  # int64 [R], ascending
-    windows: (
-        np.ndarray
-    )  # int64 [R, 4] top, bottom, left, right: the cells whose centres lie in the label's box
+    # int64 [R, 4] top, bottom, left, right: the cells whose centres lie in the label's box
+    windows: np.ndarray
     starts: np.ndarray  # int64 [R + 1]: where the cells of each window begin in ``wanted``
     areas: np.ndarray  # float32 [R] of the boxes in cells, at least 1
     wanted: np.ndarray  # uint8 [S]: share of each cell within the mask, in 1/255

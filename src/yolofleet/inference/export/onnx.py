@@ -303,9 +303,8 @@ def append_suppression(model: Any, nms: Suppression) -> None:
     before = graph("CumSum", is_of, graph.number(1, i64), exclusive=1)
     slot = graph("ReduceSum", graph("Mul", before, is_of), graph.number([0], i64), keepdims=0)  # [M]
     slot = graph("Min", slot, graph.number(nms.max_det, i64))
-    target = graph(
-        "Concat", graph("Unsqueeze", image, column), graph("Unsqueeze", slot, column), axis=1
-    )  # [M, 2]
+    # [M, 2]
+    target = graph("Concat", graph("Unsqueeze", image, column), graph("Unsqueeze", slot, column), axis=1)
     empty = graph(
         "ConstantOfShape",
         graph("Concat", count, graph.number([nms.max_det + 1, 6], i64), axis=0),

@@ -65,9 +65,8 @@ def of_each_image(image: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Yield each image of a table, ascending, and its rows in their order. ``image``: int64 [D] of each row."""
     order = np.argsort(image, kind="stable")
     images, first = np.unique(image[order], return_index=True)
-    yield from zip(
-        images.tolist(), np.split(order, first[1:]), strict=False
-    )  # without rows there is one empty part
+    # without rows there is one empty part
+    yield from zip(images.tolist(), np.split(order, first[1:]), strict=False)
 
 
 def yolo_text(

@@ -47,9 +47,8 @@ def start_fork_server(*modules: str) -> None:
     """
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
-    with suppress(
-        YolofleetError, OSError
-    ):  # without it the folder is in the temporary folder itself, and may stay there
+    # without it the folder is in the temporary folder itself, and may stay there
+    with suppress(YolofleetError, OSError):
         _make_socket_folder()
     with safe_spawn():
         resource_tracker.ensure_running()  # this one has an interpreter of its own

@@ -73,9 +73,8 @@ def open_console(settings: TrainConfig | ValConfig, world: World, folder: RunFol
 def _locked(folder: RunFolder, world: World, attempt: str) -> AbstractContextManager[str]:
     """Return the lock of the folder; ``attempt`` as in RunFolder. Ranks of the attempt before may still be ending."""
     run, number = os.environ.get(COMMAND_ID, ""), [int(os.environ.get(COMMAND_TERM, "0")), world.restarts]
-    if (
-        attempt and not run
-    ):  # under torchrun's agent of a user or of SLURM, which starts the steps of a job one after another
+    # under torchrun's agent of a user or of SLURM, which starts the steps of a job one after another
+    if attempt and not run:
         job, starts = os.environ.get("SLURM_JOB_ID", ""), ("SLURM_RESTART_COUNT", "SLURM_STEP_ID")
         run = f"SLURM job {job}" if job else attempt.partition("\n")[0]
         number = [int(os.environ.get(name, "0")) for name in starts] if job else number
@@ -140,9 +139,8 @@ def file_writers(
             break
         writers.append(free[0])
     with suppress(OSError):
-        if (
-            world.local_rank == 0 and not mark.exists()
-        ):  # no writer has this disk: only a killed process had its lock
+        # no writer has this disk: only a killed process had its lock
+        if world.local_rank == 0 and not mark.exists():
             with exclusive(folder.path / ".lock"):
                 pass
         mark.unlink()

@@ -87,9 +87,8 @@ def train(
 
 def _copies(resolved: Resolved[TrainConfig], world: World, folder: RunFolder) -> AbstractContextManager[None]:
     """Copy the run to a store while the context lasts, if the settings ask for it. Collective: every rank."""
-    if not world.gather(bool(resolved.value.checkpoint_to))[
-        0
-    ]:  # the folder of rank 0 is copied, and each machine has its own command
+    # the folder of rank 0 is copied, and each machine has its own command
+    if not world.gather(bool(resolved.value.checkpoint_to))[0]:
         return nullcontext()
     from yolofleet.training.rank.copies import copied_run
 
