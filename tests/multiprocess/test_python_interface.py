@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stdout
+import random
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
+import torch
 from commands import called, results, small_shapes, working_in
 from small_files import TINY
 
@@ -46,6 +49,61 @@ def trained(data: Path) -> dict[str, Model]:
 def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[str, Model]) -> None:
     hashes = {results(data.parent / "runs" / "train" / name)["weights_sha256"] for name in trained}
     assert len(hashes) == 1
+
+
+def changed_process(changes: ExitStack) -> None:
+    """Set what a notebook may have set for other work, until ``changes`` ends."""
+    changes.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+    changes.enter_context(torch.device("meta"))
+    changes.enter_context(torch.inference_mode())
+    changes.enter_context(torch.autocast("cpu", torch.bfloat16))
+    changes.callback(cv2.setNumThreads, cv2.getNumThreads())
+    cv2.setNumThreads(2)
+    changes.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(2)
+
+
+def state_of_process() -> list[Any]:
+    """Return what a training changes while it runs."""
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    return [
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        torch.get_deterministic_debug_mode(),
+        filling.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.get_float32_matmul_precision()),
+        (torch.get_num_threads(), cv2.getNumThreads()),
+        (torch.get_default_dtype(), torch.get_default_device(), torch.is_inference_mode_enabled()),
+    ]
+
+
+def test_settings_of_the_callers_process_change_nothing_and_stay(
+    data: Path, trained: dict[str, Model], tmp_path: Path
+) -> None:
+    picture = str(next((data.parent / "images" / "val").iterdir()))
+    settings = {
+        "data": data,
+        "device": "cpu",
+        "reduce": "exact",
+        "name": "changed",
+        **SMALL["model"],
+        **SMALL["run"],
+    }
+    with working_in(data.parent), ExitStack() as changes:
+        plain = trained["one"].predict(picture, conf=1e-4)[0]
+        changed_process(changes)
+        before, model = state_of_process(), Model(str(TINY))
+        model.train(**settings)
+        found = model.predict(picture, conf=1e-4)[0]
+        exported = model.export(format="torchscript", out=str(tmp_path / "changed.torchscript"))[0]
+        assert state_of_process() == before
+        assert (
+            results(Path("runs/train/changed"))["weights_sha256"]
+            == results(Path("runs/train/one"))["weights_sha256"]
+        )
+    np.testing.assert_array_equal(found.scores, plain.scores)
+    assert len(plain.scores) > 0 and exported.verified
 
 
 def test_the_figures_of_a_report_count_as_validation(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

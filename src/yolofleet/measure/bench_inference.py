@@ -20,6 +20,7 @@ from yolofleet.inference.predict.predictor import Predictor, one_device
 from yolofleet.inference.predict.run import place_text
 from yolofleet.runs.report.console import Console
 from yolofleet.storage.atomic import emit_json
+from yolofleet.support import devices
 
 STAGES = ("letterbox", "forward", "nms")
 WARM_UP = 3  # passes
@@ -50,6 +51,7 @@ def bench_command(config: BenchConfig) -> int:
     return 0
 
 
+@devices.torch_defaults()
 def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str], ImageSize]:
     """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON.
 

@@ -11,7 +11,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -218,6 +218,23 @@ def has_tf32(device: torch.device) -> bool:
     )
 
 
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Compute as in a new process, whatever a notebook has set: autocast, gradients, and the type and device of new tensors.
+
+    A setting of the caller would change results, or end them with an error of torch.
+    """
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
 def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextManager[object]:
     """Compute float32 convolutions and matrix products inside the block in float32, or in TensorFloat-32 if allowed.
 
@@ -228,13 +245,23 @@ def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextMana
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    before: list[tuple[Callable[[Any], None], Any]] = []
+    with kept_kernels():
+        allow_tf32(allowed, allowed)
+        yield
+
+
+@contextmanager
+def kept_kernels() -> Iterator[None]:
+    """Restore, at the end of the block, which kernels a process chooses, and where it allows TensorFloat-32."""
+    cudnn = torch.backends.cudnn
+    before: list[tuple[Callable[[Any], None], Any]] = [
+        (partial(setattr, cudnn, name), getattr(cudnn, name)) for name in ("benchmark", "deterministic")
+    ]
     with suppress(RuntimeError):  # the process has set the new interface to what the old one cannot express
-        before.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
+        before.append((partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32))
     with suppress(RuntimeError):
         before.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     before += [(partial(setattr, op, "fp32_precision"), op.fp32_precision) for op in _float32_operations()]
-    allow_tf32(allowed, allowed)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, Mode
+from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.order import Orders, RectOrders
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.data.input.shared_buffers import mapped
@@ -354,7 +355,7 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
 BESIDE_THREADS_OF_OPENCV = """
 import threading
 import cv2, numpy as np
-from yolofleet.data.input.loader import Loader
+from yolofleet.data.images.decode import use_one_opencv_thread
 
 over = threading.Event()
 pixels = np.zeros((640, 640, 3), np.uint8)
@@ -367,16 +368,28 @@ using = [threading.Thread(target=use_opencv) for _ in range(2)]
 [thread.start() for thread in using]
 for _ in range(12_000):
     cv2.setNumThreads(2)  # as a new process has it
-    Loader(str, iter(()), workers=0, prefetch=1, pin_memory=False)
+    use_one_opencv_thread()
 over.set()
 """
 
 
-def test_a_loader_starts_while_other_threads_use_threads_of_opencv():
+def test_other_threads_may_be_in_opencv_when_it_loses_its_threads():
     run = subprocess.run(
         [sys.executable, "-c", BESIDE_THREADS_OF_OPENCV], capture_output=True, text=True, timeout=900
     )
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
+
+
+def test_a_loader_gives_opencv_its_threads_back():
+    before = cv2.getNumThreads()
+    try:
+        cv2.setNumThreads(3)
+        for workers in (0, 1):
+            with Loader(str, range(1), workers=workers, prefetch=1, pin_memory=False) as loader:
+                assert list(loader) == ["0"]
+            assert cv2.getNumThreads() == 3
+    finally:
+        cv2.setNumThreads(before)
 
 
 STOPPED_AT_THE_START = """

@@ -63,7 +63,6 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         Args:
             read_ahead: reads the files of a key before ``build`` needs them.
         """
-        use_one_opencv_thread()
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._items: Iterator[Any] = iter(())
@@ -73,6 +72,8 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
             made = map(builder, pairs)
             self._items = map(pinned, made) if pin_memory else made
             return
+        threads = cv2.getNumThreads()
+        use_one_opencv_thread()
         _use_opencv()
         # The main process may hold the micro-batches of a step while loader processes prepare others.
         self._buffers = ReceivedBuffers(workers, 2 * prefetch + 2)
@@ -105,6 +106,8 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         except BaseException:  # a stop signal, which the children ignore: the end of this process would wait
             self.close()
             raise
+        finally:
+            cv2.setNumThreads(threads)
 
     def __next__(self) -> Made:
         try:

@@ -40,6 +40,7 @@ from yolofleet.inference.export.verify import (
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.storage.atomic import emit_json, make_folder, writing
 from yolofleet.storage.foreign import check_links
+from yolofleet.support import devices
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.text import quoted
 from yolofleet.tasks.table import task_of
@@ -53,6 +54,7 @@ def export_command(config: ExportConfig) -> int:
     return 0
 
 
+@devices.torch_defaults()
 def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any]]:
     """Write one file for each of ``--format``; return the figures of each, see :func:`export`.
 

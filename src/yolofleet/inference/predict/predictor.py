@@ -93,6 +93,7 @@ class Predictor:
         ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
     """
 
+    @devices.torch_defaults()
     def __init__(
         self,
         model: Detector | Runtime | Sequence[Detector],
@@ -252,6 +253,7 @@ class Predictor:
                 hint="choose a smaller size (img) or batch",
             ) from None
 
+    @devices.torch_defaults()
     @torch.inference_mode()
     def forward(self, images_bgr: Sequence[np.ndarray]) -> Any:
         """Return decoded predictions, see ``Detector.decode``, of images uint8 [h, w, 3] of one shape.
@@ -281,6 +283,7 @@ class Predictor:
             shares = {"read": read_s, "forward": forward_s / len(waiting), "nms": nms_s / len(waiting)}
             yield Prediction(frame, found.native(back), self.names, shares, self.task)
 
+    @devices.torch_defaults()
     def suppress(self, decoded: Any) -> list[Any]:
         """Return what was ``Found`` in each image, in pixels of the network's, from the result of :meth:`forward`."""
         config = self.config

@@ -30,6 +30,7 @@ from yolofleet.inference.predict.sources import Source, hint_for, is_endless
 from yolofleet.runs.report.console import Console
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import emit_json, make_folder, write_csv, write_json, write_text
+from yolofleet.support import devices
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import DataError, StorageError, YolofleetError
 from yolofleet.tasks.boxes.files import yolo_text
@@ -37,6 +38,7 @@ from yolofleet.tasks.boxes.files import yolo_text
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
+@devices.torch_defaults()
 def predictor_of(config: PredictConfig) -> Predictor:
     """Return the predictor of these settings, after loading the recipe class that the weights may need.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cv2
@@ -22,6 +25,31 @@ from yolofleet.support.place import ENV, Place
 from yolofleet.training.parallel.world import World
 
 MOST_LOADERS = 32
+
+
+@contextmanager
+def lent_process() -> Iterator[None]:
+    """Run as in a new process, and give this one back as it was: a notebook that called ``Model.train`` goes on with it.
+
+    That is: random numbers, threads, kernels, and whether torch demands deterministic functions.
+    """
+    filling: Any = torch.utils.deterministic  # its stub is empty
+    demands, own_numbers = torch.get_deterministic_debug_mode(), random.getstate()
+    fills, threads, of_opencv = (
+        filling.fill_uninitialized_memory,
+        torch.get_num_threads(),
+        cv2.getNumThreads(),
+    )
+    seeded = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(seeded), devices.kept_kernels(), devices.torch_defaults():
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(demands)
+            filling.fill_uninitialized_memory = fills
+            random.setstate(own_numbers)
+            torch.set_num_threads(threads)
+            cv2.setNumThreads(of_opencv)
 
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:

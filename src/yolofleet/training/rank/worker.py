@@ -46,7 +46,7 @@ from yolofleet.support.system.children import die_with_parent, name_process
 from yolofleet.support.system.signals import stoppable
 from yolofleet.support.text import announce, echo, inform, set_quiet
 from yolofleet.training.parallel.activity import Activity
-from yolofleet.training.parallel.process import prepare_process
+from yolofleet.training.parallel.process import lent_process, prepare_process
 from yolofleet.training.parallel.stall import PeerFailed
 from yolofleet.training.parallel.users_torchrun_errors import AFTER_CAUSE_S, is_told
 from yolofleet.training.parallel.watchdog import Watchdog
@@ -79,6 +79,7 @@ def show_failure(problem: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(problem, KeyboardInterrupt) else 1
 
 
+@lent_process()
 def run(
     config: Resolved[TrainConfig] | Resolved[ValConfig],
     recipe: Resolved[Recipe] | None = None,
