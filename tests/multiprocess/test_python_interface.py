@@ -19,6 +19,7 @@ from yolofleet import Model, attach
 from yolofleet.cli import api
 from yolofleet.support.errors import ConfigError, DataError, NumericsError
 from yolofleet.training.pages import RunPages
+from yolofleet.training.parallel.process import lent_process
 
 SMALL = {
     "model": {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "seed": 1},
@@ -104,6 +105,16 @@ def test_settings_of_the_callers_process_change_nothing_and_stay(
         )
     np.testing.assert_array_equal(found.scores, plain.scores)
     assert len(plain.scores) > 0 and exported.verified
+
+
+def test_the_last_run_of_a_process_restores_its_settings() -> None:
+    first, second = lent_process(), lent_process()
+    with first:
+        second.__enter__()
+        torch.set_deterministic_debug_mode(1)
+    assert torch.get_deterministic_debug_mode() == 1
+    second.__exit__(None, None, None)
+    assert torch.get_deterministic_debug_mode() == 0
 
 
 def test_the_figures_of_a_report_count_as_validation(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,8 +230,9 @@ def torch_defaults() -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float32)
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
         yield
 
 

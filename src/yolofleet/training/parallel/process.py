@@ -6,8 +6,9 @@ import os
 import platform
 import random
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cv2
@@ -25,14 +26,31 @@ from yolofleet.support.place import ENV, Place
 from yolofleet.training.parallel.world import World
 
 MOST_LOADERS = 32
+_RUNS: list[ExitStack] = []  # of this process; the first has what restores the caller's settings
+_LENDING = threading.Lock()
 
 
 @contextmanager
 def lent_process() -> Iterator[None]:
     """Run as in a new process, and give this one back as it was: a notebook that called ``Model.train`` goes on with it.
 
-    That is: random numbers, threads, kernels, and whether torch demands deterministic functions.
+    Runs of several threads end in any order: the last one restores what was there before the first.
     """
+    with _LENDING:
+        _RUNS.append(ExitStack())
+        if len(_RUNS) == 1:
+            _RUNS[0].enter_context(_kept_settings())
+    try:
+        with devices.torch_defaults():
+            yield
+    finally:
+        with _LENDING:
+            _RUNS.pop().close()
+
+
+@contextmanager
+def _kept_settings() -> Iterator[None]:
+    """Restore random numbers, threads, kernels, and whether torch demands deterministic functions."""
     filling: Any = torch.utils.deterministic  # its stub is empty
     demands, own_numbers = torch.get_deterministic_debug_mode(), random.getstate()
     fills, threads, of_opencv = (
@@ -41,7 +59,7 @@ def lent_process() -> Iterator[None]:
         cv2.getNumThreads(),
     )
     seeded = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(seeded), devices.kept_kernels(), devices.torch_defaults():
+    with torch.random.fork_rng(seeded), devices.kept_kernels():
         try:
             yield
         finally:
