@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import random
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
@@ -105,6 +106,17 @@ def test_settings_of_the_callers_process_change_nothing_and_stay(
         )
     np.testing.assert_array_equal(found.scores, plain.scores)
     assert len(plain.scores) > 0 and exported.verified
+
+
+def test_a_daemon_process_trains_with_loader_processes(
+    data: Path, trained: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker of Celery is, which may start no children by multiprocessing."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with working_in(data.parent):
+        settings = {**SMALL["model"], **SMALL["run"], "workers": 1, "reduce": "exact"}
+        run = Model(str(TINY)).train(data=data, device="cpu", name="daemon", **settings)
+        assert results(run.folder)["weights_sha256"] == results(Path("runs/train/one"))["weights_sha256"]
 
 
 def test_the_last_run_of_a_process_restores_its_settings() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +188,8 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         _check_data(plan.config.value)
     if not is_worker() and (plan.processes > 1 or "torch" not in sys.modules):  # as in a notebook
         inform(_what_starts(plan))  # the header of the run comes seconds later
-    if plan.processes > 1:
+    # a daemon of multiprocessing, as of Celery, may start no loader processes, but a program that starts them
+    if plan.processes > 1 or (current_process().daemon and not is_worker()):
         from yolofleet.fleet.launch.local import run_processes
 
         return run_processes(plan, lambda: check_machine(plan.config.value))
