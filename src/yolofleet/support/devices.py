@@ -236,6 +236,13 @@ def torch_defaults() -> Iterator[None]:
         yield
 
 
+def kept_random_numbers() -> AbstractContextManager[None]:
+    """Restore torch's random numbers at the end of the block, also on the accelerator if this process has used it."""
+    kind = accelerator() or "cuda"
+    is_used = getattr(getattr(torch, kind), "is_initialized", bool)()  # not every type can tell
+    return torch.random.fork_rng(range(device_count()) if is_used else (), device_type=kind)
+
+
 def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextManager[object]:
     """Compute float32 convolutions and matrix products inside the block in float32, or in TensorFloat-32 if allowed.
 

@@ -58,8 +58,7 @@ def _kept_settings() -> Iterator[None]:
         torch.get_num_threads(),
         cv2.getNumThreads(),
     )
-    seeded = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(seeded), devices.kept_kernels():
+    with devices.kept_random_numbers(), devices.kept_kernels():
         try:
             yield
         finally:
