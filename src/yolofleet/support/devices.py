@@ -239,7 +239,8 @@ def torch_defaults() -> Iterator[None]:
 def kept_random_numbers() -> AbstractContextManager[None]:
     """Restore torch's random numbers at the end of the block, also on the accelerator if this process has used it."""
     kind = accelerator() or "cuda"
-    is_used = getattr(getattr(torch, kind), "is_initialized", bool)()  # not every type can tell
+    own = getattr(torch, kind)  # of some types it cannot tell whether it is used, or has no random numbers
+    is_used = hasattr(own, "get_rng_state") and getattr(own, "is_initialized", bool)()
     return torch.random.fork_rng(range(device_count()) if is_used else (), device_type=kind)
 
 
