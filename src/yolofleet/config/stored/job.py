@@ -131,7 +131,7 @@ def read_file(
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
-            # otherwise a user added it
+            # a user added all others
             if stored is not None and (name in stored or name in known or is_hyperparameter(name)):
                 stored_source = str(stored[name].value) if name in stored else DEFAULT
                 is_of_recipe = found is hyperparameters and stored_source.startswith("recipe ")

@@ -52,21 +52,13 @@ def lent_process() -> Iterator[None]:
 def _kept_settings() -> Iterator[None]:
     """Restore random numbers, threads, kernels, and whether torch demands deterministic functions."""
     filling: Any = torch.utils.deterministic  # its stub is empty
-    demands, own_numbers = torch.get_deterministic_debug_mode(), random.getstate()
-    fills, threads, of_opencv = (
-        filling.fill_uninitialized_memory,
-        torch.get_num_threads(),
-        cv2.getNumThreads(),
-    )
-    with devices.kept_random_numbers(), devices.kept_kernels():
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(demands)
-            filling.fill_uninitialized_memory = fills
-            random.setstate(own_numbers)
-            torch.set_num_threads(threads)
-            cv2.setNumThreads(of_opencv)
+    with devices.kept_random_numbers(), devices.kept_kernels(), ExitStack() as back:
+        back.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        back.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
+        back.callback(random.setstate, random.getstate())
+        back.callback(torch.set_num_threads, torch.get_num_threads())
+        back.callback(cv2.setNumThreads, cv2.getNumThreads())
+        yield
 
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
