@@ -54,7 +54,9 @@ class YolofleetError(Exception):
         lines.append(f"  try  : {self.hint}")
         return "\n".join(screen_text(line).replace("\n", "\n         ") for line in lines)
 
-    __str__ = render
+    def __str__(self) -> str:
+        """Return the message without its kind, which a traceback prints before it."""
+        return self.render().removeprefix(f"{type(self).__name__}: ")
 
 
 class ConfigError(YolofleetError):

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import cv2
@@ -237,6 +238,12 @@ def test_errors_and_findings_about_a_hosts_words_are_clean() -> None:
     for kind in (ClusterError, DataError, StorageError):
         assert not obeyed(kind(EVIL, source=EVIL, hint=EVIL).render())
     assert not obeyed(Finding("ssh-down", "fault", EVIL, EVIL, EVIL, EVIL).render())
+
+
+def test_a_traceback_names_the_kind_of_an_error_once() -> None:
+    error = DataError("x.jpg is cut", source="data.yaml", hint="copy it again")
+    printed = "".join(traceback.format_exception_only(error))
+    assert printed == f"{DataError.__module__}.{error.render()}\n" and printed.count("DataError") == 1
 
 
 def test_too_little_memory_is_a_message(
