@@ -299,7 +299,10 @@ def test_what_a_form_cannot_say_is_said(tmp_path):
     notes = "\n".join(converted(source, tmp_path / "yolo", "yolo").notes)
     assert f"train: yolo cannot store {crowds} crowd regions or difficult objects: left out" in notes
     assert "2 repeated labels: written once" in notes
-    assert "areas of outlines" in notes and "image ids: file names are not these numbers" in notes
+    assert (
+        "areas of outlines" in notes
+        and "image ids: predictions in COCO's format then have other ids" in notes
+    )
     notes = "\n".join(converted(source, tmp_path / "voc", "voc").notes)
     assert "areas of outlines" in notes and "crowd" not in notes
     notes = "\n".join(converted(source, tmp_path / "coco", "coco").notes)

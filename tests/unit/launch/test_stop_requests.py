@@ -16,10 +16,12 @@ import pytest
 from small_data import yolo_set
 
 from yolofleet.cli import main
+from yolofleet.fleet.hosts.agent_process import JobSpec
 from yolofleet.fleet.hosts.fleet import Fleet, Host
 from yolofleet.fleet.hosts.messages import Exit
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import Folders, Site
+from yolofleet.fleet.launch.local import LocalAttempts
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import Stopped
@@ -45,6 +47,20 @@ def test_no_part_of_a_run_takes_a_request_for_a_failure_of_its_own(number: int) 
     assert not swallowed
     assert caught.value.source == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
     assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == handlers
+
+
+def test_a_repeated_request_is_announced_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    attempts = LocalAttempts(JobSpec(tmp_path, 1))
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    ) as agent:
+        agent.terminate = lambda: None  # type: ignore[method-assign]
+        attempts._process = agent
+        printed = []
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            attempts.on_signal(number, None)
+            printed.append(capfd.readouterr().err.strip().partition(",")[0])
+    assert printed == ["stopping after this step", "", "ending at once"] and attempts.asked == "SIGTERM"
 
 
 def test_the_exit_code_stays_if_the_request_comes_while_a_module_is_imported(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
             for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
         )
     ):
-        lost.append("image ids: file names are not these numbers")
+        lost.append("image ids: predictions in COCO's format then have other ids")
     return lost
 
 
