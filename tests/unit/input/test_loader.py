@@ -355,7 +355,7 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
 BESIDE_THREADS_OF_OPENCV = """
 import threading
 import cv2, numpy as np
-from yolofleet.data.images.decode import use_one_opencv_thread
+from yolofleet.data.images.decode import set_opencv_threads
 
 over = threading.Event()
 pixels = np.zeros((640, 640, 3), np.uint8)
@@ -368,7 +368,7 @@ using = [threading.Thread(target=use_opencv) for _ in range(2)]
 [thread.start() for thread in using]
 for _ in range(12_000):
     cv2.setNumThreads(2)  # as a new process has it
-    use_one_opencv_thread()
+    set_opencv_threads(1)
 over.set()
 """
 
@@ -376,6 +376,43 @@ over.set()
 def test_other_threads_may_be_in_opencv_when_it_loses_its_threads():
     run = subprocess.run(
         [sys.executable, "-c", BESIDE_THREADS_OF_OPENCV], capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
+
+
+FORKED_BESIDE_THREADS_OF_OPENCV = """
+import os, signal, sys, threading
+import cv2, numpy as np
+from yolofleet.data.images.decode import set_opencv_threads
+from yolofleet.data.input.loader import Loader
+
+cv2.setNumThreads(3)
+cv2.cvtColor(np.zeros((640, 640, 3), np.uint8), cv2.COLOR_BGR2HSV)
+for _ in range(8):  # which memory a new thread gets is chance
+    if child := os.fork():
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(code)
+    else:
+        break
+else:
+    sys.exit()
+signal.alarm(60)  # ends this process if it waits for a thread which the fork did not copy
+over = threading.Event()
+threads = [threading.Thread(target=over.wait) for _ in range(40)]  # some of them have the stacks of those
+[thread.start() for thread in threads]
+for workers in (0, 1, 1):
+    with Loader(str, range(1), workers=workers, prefetch=1, pin_memory=False) as loader:
+        assert list(loader) == ["0"]
+set_opencv_threads(1)
+over.set()
+cv2.cvtColor(np.zeros((640, 640, 3), np.uint8), cv2.COLOR_BGR2HSV)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
+def test_a_forked_process_may_have_lost_the_threads_of_opencv():
+    run = subprocess.run(
+        [sys.executable, "-c", FORKED_BESIDE_THREADS_OF_OPENCV], capture_output=True, text=True, timeout=900
     )
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
 

@@ -17,6 +17,7 @@ from yolofleet.data.geometry.view import Part
 from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_problem
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
+from yolofleet.support.system.proc import is_forked
 
 _VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:
@@ -46,9 +47,14 @@ _FLIPS = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
-def use_one_opencv_thread() -> None:
-    """Let OpenCV start no threads here: a fork beside them could hang. 0 would crash a process with a thread inside OpenCV."""
-    cv2.setNumThreads(1)
+def set_opencv_threads(count: int) -> None:
+    """Set how many threads OpenCV uses here; with 1 it has none of its own: a fork beside them could hang.
+
+    ``cv2.setNumThreads(1)`` waits for the threads that OpenCV started. In a forked process they do not exist, and the call
+    crashes. 0 waits for none, but crashes where another thread is inside OpenCV, as may be anywhere but after a fork.
+    """
+    if cv2.getNumThreads() != count:  # 1 where 0 is set
+        cv2.setNumThreads(0 if count == 1 and is_forked() else count)
 
 
 def read_image(

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from yolofleet.data.images.decode import use_one_opencv_thread
+from yolofleet.data.images.decode import set_opencv_threads
 from yolofleet.data.input.read_ahead import ReadAhead, with_following
 from yolofleet.data.input.shared_buffers import Made, ReceivedBuffers, Sent, fill_buffers, pinned
 from yolofleet.support.closing import Closing
@@ -73,7 +73,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
             self._items = map(pinned, made) if pin_memory else made
             return
         threads = cv2.getNumThreads()
-        use_one_opencv_thread()
+        set_opencv_threads(1)
         _use_opencv()
         # The main process may hold the micro-batches of a step while loader processes prepare others.
         self._buffers = ReceivedBuffers(workers, 2 * prefetch + 2)
@@ -107,7 +107,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
             self.close()
             raise
         finally:
-            cv2.setNumThreads(threads)
+            set_opencv_threads(threads)
 
     def __next__(self) -> Made:
         try:
@@ -231,7 +231,7 @@ def _start_worker(in_use: np.ndarray, loader: int, worker: int) -> None:
 
     if sys.platform == "linux":  # elsewhere processes are not forked, so ``in_use`` is a copy
         fill_buffers(in_use[worker], (loader, worker))
-    use_one_opencv_thread()
+    set_opencv_threads(1)
     torch.set_num_threads(1)
     reuse_freed_memory()
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+PF_FORKNOEXEC = 0x40  # Linux's flag of a process that was forked and has executed nothing since
 NETWORK = (  # types of file systems on other machines
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "pvfs2", "smb3",
     "smbfs", "wekafs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.rclone",
@@ -162,6 +163,12 @@ def stat_fields(pid: int) -> list[str]:
     """Return /proc/PID/stat from the state on: state, parent, ..., [19] = start time in ticks; [] if it has ended."""
     fields = text_of(PROC / str(pid) / "stat").rpartition(")")[2].split()  # its name may have any bytes
     return fields if len(fields) > 19 else []
+
+
+def is_forked() -> bool:
+    """Return whether this process is a copy of another one, with none of its threads: forked, and nothing executed since."""
+    fields = stat_fields(os.getpid())
+    return bool(fields) and bool(int(fields[6]) & PF_FORKNOEXEC)
 
 
 def stat_table() -> dict[int, list[str]]:

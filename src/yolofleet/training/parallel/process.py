@@ -17,7 +17,7 @@ import torch
 
 from yolofleet import __version__
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.data.images.decode import use_one_opencv_thread
+from yolofleet.data.images.decode import set_opencv_threads
 from yolofleet.families.networks.precision import resolve_precision
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL, processes_of
@@ -57,7 +57,7 @@ def _kept_settings() -> Iterator[None]:
         back.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
         back.callback(random.setstate, random.getstate())
         back.callback(torch.set_num_threads, torch.get_num_threads())
-        back.callback(cv2.setNumThreads, cv2.getNumThreads())
+        back.callback(set_opencv_threads, cv2.getNumThreads())
         yield
 
 
@@ -68,7 +68,7 @@ def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.devic
     exact = where.reduce == "exact"
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
-    use_one_opencv_thread()
+    set_opencv_threads(1)
     here = devices.device_count() if where.device in ("auto", ALL) else processes_of(where.device)
     if place.source == ENV and here > 1 and not where.device.startswith("cpu"):
         raise ConfigError(
