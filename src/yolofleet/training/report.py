@@ -168,6 +168,7 @@ class TrainReport:
             versions=versions(),
             kernels=kernels(self.world.device),
             data={index.split: index.digest for index in self.splits},
+            data_images={index.split: len(index) for index in self.splits},
             **weights,
         )
         if resumed:

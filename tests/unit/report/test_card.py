@@ -55,7 +55,11 @@ def parts(folder: RunFolder) -> tuple[dict[str, Any], str]:
 
 
 def test_the_front_matter_is_that_of_model_hubs(made):
-    folder = made(start={"data": {"train": "ab12", "val": "cd34"}, "kernels": {"device": "cpu x86_64"}})
+    start = {
+        "data": {"train": "ab12", "val": "cd34"},
+        "data_images": {"train": 190},
+    }  # older runs have no counts
+    folder = made(start={**start, "kernels": {"device": "cpu x86_64"}})
     front, text = parts(folder)
     assert front["license"] == "unknown"  # the run has no start weights, so its user chooses
     assert front["library_name"] == "yolofleet"
@@ -67,8 +71,8 @@ def test_the_front_matter_is_that_of_model_hubs(made):
     for expected in (
         "of 2 classes: cat, dog",
         "| cat |",
-        "`ab12`",
-        "`cd34`",
+        "index of `train`, 190 images, BLAKE2b | `ab12`",
+        "index of `val`, BLAKE2b | `cd34`",
         "2 processes on 2 machines, cpu",
         "cpu x86\\_64",
     ):

@@ -92,7 +92,12 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
         parts.append(f"Predictions with a score of at least {LEAST_SCORE} on images of the validation:")
         parts.append(f"![Predictions on images of the validation]({PICTURE})")
     parts += _classes(run)
-    rows = [[f"index of `{_code(split)}`, BLAKE2b", f"`{_code(digest)}`"] for split, digest in data.items()]
+    images = _mapping(run["inputs"].get("data_images"))
+    counts = {split: f", {_plain(images[split])} images" for split in data if split in images}
+    rows = [
+        [f"index of `{_code(split)}`{counts.get(split, '')}, BLAKE2b", f"`{_code(digest)}`"]
+        for split, digest in data.items()
+    ]
     if (best_file := folder.weights / BEST).is_file():
         rows.append([f"`weights/{BEST}`, SHA-256 of the file", f"`{digest_of(best_file)}`"])
     if same := run["results"].get("weights_sha256"):

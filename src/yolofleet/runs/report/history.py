@@ -93,12 +93,12 @@ def read_progress(
 
 
 def inputs_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the starts of a run say of its start weights (``weights``), which the first one has read, and of its ``data`` and ``kernels``."""
+    """Return what the starts of a run say of its start weights (``weights``), which the first one has read, and of its data and kernels."""
     found: dict[str, Any] = {}
     for event in events:
         if event.get("kind") == "start":
             found |= {"weights": None, **event, **({"weights": found["weights"]} if found else {})}
-    known = {name: found.get(name) for name in ("weights", "data", "kernels")}
+    known = {name: found.get(name) for name in ("weights", "data", "data_images", "kernels")}
     return {name: value for name, value in known.items() if isinstance(value, dict)}
 
 
