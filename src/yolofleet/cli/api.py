@@ -228,7 +228,7 @@ class Model:
         """
         if settings.get("resume") is True:  # as Ultralytics resumes the run of a model
             settings["resume"] = self.weights or "auto"
-        mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
+        mine = self._network(resumes=bool(settings.get("resume")))
         result = _train({**mine, **settings}, "Model.train(...)")
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
         return result
@@ -326,13 +326,13 @@ class Model:
             ConfigError: a setting is wrong, Optuna is not installed, or several trials in a row failed.
             Stopped: on a request to stop; ``resume=FOLDER`` goes on. YolofleetError: another expected failure.
         """
-        mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
+        mine = self._network(resumes=bool(settings.get("resume")))
         config, recipe = resolve_tune(_texts({**mine, **settings}), source="Model.tune(...)")
         return tune(_with_notes(config), recipe)
 
-    def _network(self) -> dict[str, str]:
-        """Return the settings of a training that name this model."""
-        names = ("weights", "model", "cfg", "recipe_class")
+    def _network(self, *, resumes: bool = False) -> dict[str, str]:
+        """Return the settings of a training that name this model; a resumed run has its own network."""
+        names = ("recipe_class",) if resumes else ("weights", "model", "cfg", "recipe_class")
         return {name: value for name in names if (value := getattr(self, name))}
 
     def _resolved(self, verb: str, resolve: Callable[..., Any], settings: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from yolofleet import Model
 from yolofleet.cli.train import decided_here
 from yolofleet.config.decide import decide
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
@@ -35,7 +36,7 @@ from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.storage.yaml_lines import read_scalar, read_yaml, write_yaml
-from yolofleet.support.errors import ConfigError
+from yolofleet.support.errors import ConfigError, Stopped
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
 
@@ -693,6 +694,21 @@ def test_resume_takes_everything_from_the_run(run):
     assert config.value.resume == str(folder) and config.sources["batch"] == "first start of the run"
     assert recipe.sources["lr0"] == "first start of the run" and config.sources["resume"] == "command line"
     assert config.notes == ()
+
+
+def test_a_resume_in_python_names_no_network_but_the_code_of_its_user(run, monkeypatch):
+    given = []
+
+    def train(settings, source):
+        given.append(settings)
+        raise Stopped("before the training")
+
+    monkeypatch.setattr("yolofleet.cli.api._train", train)
+    folder = run()
+    for code, network in (({}, {}), ({"recipe_class": "mine.py:Mine"},) * 2):
+        with pytest.raises(Stopped):
+            Model("yolov5n", **code).train(resume=folder)
+        assert given.pop() == {"resume": folder, **network}
 
 
 def test_resume_auto_takes_the_newest_run_that_has_a_checkpoint(run, tmp_path):
