@@ -41,6 +41,7 @@ PYTHON = sys.executable
 EPOCHS = {"scratch": 100, "finetune": 20}
 EPOCH_CPU_S = {"ours": 12.0, "yolov5": 16.0}  # until a run of the arm is finished; 205 images of 320 px
 IMAGE = ("--img", "320")
+RIVALS = ("yolov5", "libreyolo")  # programs of others: their runs begin again, and do not depend on our code
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Study:
         if arm.group == "finetune" and not self.args.weights:
             return "needs --weights"
         if not self.versions[arm.program]:
-            return "no yolov5 in the environment of --rival-python"
+            return f"no {arm.program} in the environment of its --...-python"
         return ""
 
     def environment(self, program: str, folder: Path) -> dict[str, str]:
@@ -210,6 +211,12 @@ class Study:
             *("--device", "cpu", "--threads", "1", "--workers", "0", "--no-plots"),
             *("--project", str(folder), "--name", "val", "--exist-ok", "--json", str(folder / "val.json")),
         ]
+
+    def figures(self, arm: Arm, folder: Path, state: dict[str, Any]) -> Mapping[str, float]:
+        """Return the figures of the last weights of a run."""
+        self.execute(self.judge_command(arm, folder), "ours", folder, state)
+        metrics: dict[str, float] = json.loads((folder / "val.json").read_text())["metrics"]
+        return metrics
 
     def execute(self, command: list[str], program: str, folder: Path, state: dict[str, Any]) -> None:
         """Run a command to its end, and keep its seconds in the state file as they pass.
@@ -258,7 +265,7 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         code = code_of(self.checkout(arm.program))
         wanted = {"epochs": epochs, "options": list(arm.options), "version": self.versions[arm.program]}
-        wanted |= {} if arm.program == "yolov5" else code  # YOLOv5 does not depend on our code
+        wanted |= {} if arm.program in RIVALS else code
         state: dict[str, Any] = {}
         if (folder / "state.json").exists():
             state = json.loads((folder / "state.json").read_text())
@@ -270,9 +277,9 @@ class Study:
             state = {**wanted, "wall_s": 0.0, "cpu_s": 0.0, "pieces": 0, "trained": False}
         if not state["trained"]:
             state["pieces"] += 1
-            if arm.program == "yolov5":  # it begins again
+            if arm.program in RIVALS:
                 state |= {"wall_s": 0.0, "cpu_s": 0.0}
-            if arm.program == "yolov5" or not (folder / "run" / "results.json").exists():
+            if arm.program in RIVALS or not (folder / "run" / "results.json").exists():
                 self.execute(self.train_command(arm, seed, epochs, folder), arm.program, folder, state)
             state["trained"] = True
             write_json(folder / "state.json", state)
@@ -281,8 +288,7 @@ class Study:
             raise RuntimeError(f"{folder}/run/results.csv has {len(table) - 1} epochs instead of {epochs}")
         judge = code_of(ROOT)  # now: hours may have passed since the run began
         trained = dict(state)  # the row has the seconds of the training alone
-        self.execute(self.judge_command(arm, folder), "ours", folder, dict(state))
-        metrics = json.loads((folder / "val.json").read_text())["metrics"]
+        metrics = self.figures(arm, folder, dict(state))
         row = {"arm": arm.name, "seed": seed, **{figure: metrics[figure] for figure in FIGURES}, **wanted}
         row |= {"commit": trained.get("commit", code["commit"]), "clean": code["clean"] and judge["clean"]}
         row["judge"] = judge["commit"]

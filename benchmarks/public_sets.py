@@ -9,7 +9,8 @@
 DATA has a folder for each data set, in any format that ``yolofleet train`` reads. A cell is DATASET/NETWORK/seedN, or
 DATASET/NETWORK/equal: the same short training with 1 and with 2 processes, and the SHA-256 of both results. A finished cell adds a
 line to the results file. A cell that has a line runs again from its beginning, and is compared with that line. Everything else is
-as in accuracy_study.py, which has the judge, the way through interruptions, and YOLOv5 (``--rival-python``).
+as in accuracy_study.py, which has the judge, the way through interruptions, and YOLOv5 (``--rival-python``). LibreYOLO
+(``--libreyolo-python``) judges its weights itself, with pycocotools and at most 300 boxes an image, as the judge here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import shlex
 import shutil
 import statistics
@@ -30,7 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from accuracy_study import PYTHON, ROOT, Arm, Study, add_row, code_of, read_rows
+from accuracy_study import PYTHON, RIVALS, ROOT, Arm, Study, add_row, code_of, read_rows
+from rival import version_of
 from seed_intervals import FIGURES, mean_interval
 
 from yolofleet.storage.atomic import exclusive
@@ -74,11 +77,14 @@ NETWORKS = {  # options, and core seconds for an image in an epoch until a cell 
     "ppyoloe-s": (("--nominal-batch", "16", "--lr-scale", "linear"), 0.15),
     "dfine-n": (("--recipe", "dfine-few"), 0.2),
 }
+LIBREYOLO_IMAGE_S = 0.3  # core seconds of its smallest network
 ARMS = [
     Arm(f"{name}/{model}", "ours", SEEDS, ("--reduce", "exact", *options), model)
     for model, (options, _) in NETWORKS.items()
     for name in SETS
-] + [Arm(f"{name}/yolov5", "yolov5", SEEDS) for name in SETS]
+]
+ARMS += [Arm(f"{name}/yolov5", "yolov5", SEEDS) for name in SETS]
+ARMS += [Arm(f"{name}/libreyolo", "libreyolo", 1, model="yolo9-t") for name in SETS]
 
 
 def call(*words: str) -> None:
@@ -125,7 +131,8 @@ def core_hours(cell: Cell, args: argparse.Namespace, rows: Sequence[Mapping[str,
     """Return the expected core hours of a cell, from finished ones of its arm if there are any."""
     arm, seed = cell
     known = [row["cpu_s"] / row["epochs"] for row in rows if row["arm"] == arm.name and row["seed"] != EQUAL]
-    epoch_s = statistics.mean(known) if known else NETWORKS[arm.model][1] * SETS[arm.group].images
+    image_s = NETWORKS[arm.model][1] if arm.model in NETWORKS else LIBREYOLO_IMAGE_S
+    epoch_s = statistics.mean(known) if known else image_s * SETS[arm.group].images
     return epoch_s * (2 * args.equal_epochs if seed == EQUAL else args.epochs) / 3600
 
 
@@ -140,14 +147,57 @@ class Table(Study):
 
     image = ("--img", str(IMAGE_PX))
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        python = args.libreyolo_python
+        self.versions["libreyolo"] = version_of(python, "libreyolo") if python else ""
+
     def data(self, arm: Arm) -> Path:
         data = Path(self.args.data, arm.group).resolve()
-        if arm.program != "yolov5":
+        if arm.program not in RIVALS:
             return data
         copy = Path(self.args.work).resolve() / "yolo" / arm.group
         if not copy.exists():
             call(PYTHON, "-m", "yolofleet", "data", "convert", str(data), "--to", "yolo", "--out", str(copy))
         return copy / "data.yaml"
+
+    def environment(self, program: str, folder: Path) -> dict[str, str]:
+        if program != "libreyolo":
+            return super().environment(program, folder)
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+
+    def libreyolo_command(self, verb: str, arm: Arm, folder: Path) -> list[str]:
+        """Return a command of LibreYOLO with the words that training and validation share."""
+        program = Path(self.args.libreyolo_python).with_name("libreyolo")
+        data = ("--data", str(self.data(arm)), "--imgsz", str(IMAGE_PX), "--device", "cpu", "--workers", "0")
+        return [str(program), verb, *data, "--project", str(folder), "--exist-ok"]
+
+    def train_command(self, arm: Arm, seed: int, epochs: int, folder: Path) -> list[str]:
+        if arm.program != "libreyolo":
+            return super().train_command(arm, seed, epochs, folder)
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        start = ("--model", arm.model, "--no-pretrained", "--no-amp", "--batch", "16", "--cache", "ram")
+        length = (
+            "--epochs",
+            str(epochs),
+            "--seed",
+            str(seed),
+            "--patience",
+            "0",
+            "--no-val",
+            "--name",
+            "run",
+        )
+        return [*self.libreyolo_command("train", arm, folder), *start, *length]
+
+    def figures(self, arm: Arm, folder: Path, state: dict[str, Any]) -> Mapping[str, float]:
+        if arm.program != "libreyolo":
+            return super().figures(arm, folder, state)
+        weights = str(folder / "run" / "weights" / "last.pt")
+        words = ("--model", weights, "--eval-max-det", "300", "--name", "val", "--json")
+        self.execute([*self.libreyolo_command("val", arm, folder), *words], arm.program, folder, state)
+        found = json.loads((folder / "log.txt").read_text().splitlines()[-1])["metrics"]
+        return {"mAP50": found["mAP50"], "mAP50-95": found["mAP50_95"]}
 
     def run(self, arm: Arm, seed: int) -> None:
         if seed != EQUAL:
@@ -226,6 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="folder with a folder for each data set")
     parser.add_argument("--work", help="folder of the runs")
     parser.add_argument("--rival-python", help="Python of an environment with yolov5 7.0.14")
+    parser.add_argument("--libreyolo-python", help="Python of an environment with libreyolo 1.6.0")
     default = ROOT / "benchmarks" / "public_sets.jsonl"
     parser.add_argument("--results", type=Path, default=default, help="JSON lines of finished cells")
     parser.add_argument("--cell", nargs="*", default=[], help="cells to run, also those that have a line")

@@ -14,6 +14,7 @@ import pytest
 from label_tools import pictures, roboflow_coco, text, xml
 from small_data import write_picture
 
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -36,7 +37,7 @@ def test_the_table_has_means_of_seeds_and_says_what_is_open() -> None:
     rows += [row("bccd/yolov5n", EQUAL, epochs=1, sha256="a" * 64, sha256_2="a" * 64)]
     rows += [row("bccd/dfine-n", EQUAL, epochs=2, sha256="a" * 64, sha256_2="b" * 64)]
     lines = report(rows, 30).splitlines()
-    assert len(lines) == 2 + 4 * len(SETS)
+    assert len(lines) == 2 + 5 * len(SETS)
     # t(1) = 12.7062, times half of the distance of two values, 0.1
     assert (
         "| bccd | yolov5n | 2 | 0.700 ± 1.271 | 0.500 ± 0.000 | 1.5 | 000000000000 | equal after 1 epoch: aaaaaaaaaaaa |"
@@ -128,6 +129,38 @@ def test_a_cell_writes_a_row_and_runs_again_beside_it(
     printed = capsys.readouterr().out
     assert printed.count(f"sha256 {'c' * 64}: equal") == 2
     assert f"data {digest(data / 'chess')}: was {rows[0]['data']}" in printed
+
+
+LIBREYOLO = """#!{python}
+import json, os, sys
+from pathlib import Path
+verb, words = sys.argv[1], sys.argv[2:]
+run = Path(words[words.index("--project") + 1]) / "run"
+if verb == "val":
+    assert words[words.index("--model") + 1] == str(run / "weights" / "last.pt")
+    print("a line of its log", file=sys.stderr)
+    sys.exit(print(json.dumps({{"metrics": {{"mAP50": 0.5, "mAP50_95": 0.25, "recall": 1.0}}}})))
+run.mkdir()
+(run / "results.csv").write_text("epoch\\n1\\n2\\n")
+"""
+
+
+def test_a_cell_of_libreyolo_has_the_figures_that_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_sets, "version_of", lambda python, package: f"{package} of {python}")
+    program, results = tmp_path / "libreyolo", tmp_path / "results.jsonl"
+    program.write_text(LIBREYOLO.format(python=sys.executable))
+    program.chmod(0o755)
+    make_shapes(tmp_path / "data" / "bccd", images=2, val_images=1, img=64, seed=3)
+    places = ["--data", str(tmp_path / "data"), "--work", str(tmp_path / "work"), "--results", str(results)]
+    python = str(tmp_path / "python")
+    assert (
+        main(["--cell", "bccd/libreyolo/seed0", "--epochs", "2", "--libreyolo-python", python, *places]) == 0
+    )
+    (row,) = read_rows(results)
+    assert (row["mAP50"], row["mAP50-95"], row["version"]) == (0.5, 0.25, f"libreyolo of {python}")
+    assert "sha256" not in row and "commit" in row
 
 
 @pytest.mark.slow
