@@ -243,10 +243,7 @@ class Study:
             if not ended:
                 fields = stat_fields(child.pid)
                 cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-            state |= {
-                "wall_s": before_wall_s + time.monotonic() - began_at_s,
-                "cpu_s": before_cpu_s + cpu_s,
-            }
+            state |= {"wall_s": before_wall_s + time.monotonic() - began_at_s, "cpu_s": before_cpu_s + cpu_s}
             if ended or time.monotonic() - noted_at_s > 30:
                 noted_at_s = time.monotonic()
                 write_json(folder / "state.json", state)

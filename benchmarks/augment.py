@@ -23,10 +23,7 @@ from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import TrainSamples
 
 IMAGES, LABELS = 64, 10
-CHANGES = {
-    "copy_paste: 0.1": Recipe(copy_paste=0.1),
-    "cutout: 0.5": Recipe(cutout=0.5),
-}
+CHANGES = {"copy_paste: 0.1": Recipe(copy_paste=0.1), "cutout: 0.5": Recipe(cutout=0.5)}
 if find_spec("albumentations"):
     transforms = tuple(f"{name} p=0.01" for name in ("Blur", "MedianBlur", "ToGray", "CLAHE"))
     CHANGES["four transforms of albumentations"] = Recipe(albumentations=transforms)

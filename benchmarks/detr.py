@@ -119,10 +119,7 @@ def authors_step(
 def targets_of(labels: Sequence[Shapes], device: torch.device, classes: str) -> list[dict[str, torch.Tensor]]:
     """Return the labels of each image as the other programs read them; ``classes``: their key of the classes."""
     return [
-        {
-            classes: torch.from_numpy(mine.classes).to(device),
-            "boxes": torch.from_numpy(mine.boxes).to(device),
-        }
+        {classes: torch.from_numpy(mine.classes).to(device), "boxes": torch.from_numpy(mine.boxes).to(device)}
         for mine in labels
     ]
 

@@ -456,8 +456,7 @@ def failure(exit_code: int, folder: RunFolder) -> YolofleetError:
         return error
     if kind is Stopped:
         return Stopped(
-            "the run stopped on request; its state is saved",
-            hint=f"Model.train(resume={str(folder.path)!r})",
+            "the run stopped on request; its state is saved", hint=f"Model.train(resume={str(folder.path)!r})"
         )
     return kind(
         f"the run ended with exit code {exit_code}", source=str(folder.logs), hint="see its message above"

@@ -68,10 +68,7 @@ WEIGHTS = Verbs(
 )
 CHECKPOINTS = Verbs(
     "checkpoints",
-    {
-        "list": "list the checkpoints of a run",
-        "verify": "read every checkpoint and check its digest",
-    },
+    {"list": "list the checkpoints of a run", "verify": "read every checkpoint and check its digest"},
     where="yolofleet.cli.report:{verb}_command",
     help="List and verify the checkpoints of a run.",
 )

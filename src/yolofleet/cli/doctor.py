@@ -77,8 +77,7 @@ def check_target(json_out: str) -> None:
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"--json {path}: there is no folder {path.parent}",
-            hint=f"mkdir -p {quoted(path.parent)}",
+            f"--json {path}: there is no folder {path.parent}", hint=f"mkdir -p {quoted(path.parent)}"
         )
 
 

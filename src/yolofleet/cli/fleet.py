@@ -183,11 +183,7 @@ def stop_command(hosts: str | None, fleet_file: str | None, job: str, now: bool,
     JOB,
     option("--rank", "show only this rank", type=int, metavar="N"),
     option(
-        "--lines",
-        "number of last lines of each rank to show",
-        type=LineCount(0),
-        default=20,
-        metavar="N|all",
+        "--lines", "number of last lines of each rank to show", type=LineCount(0), default=20, metavar="N|all"
     ),
     option("--follow", "show new lines until the job ends or you press Ctrl-C", is_flag=True),
     help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run. Without hosts: on this machine.",

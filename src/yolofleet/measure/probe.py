@@ -51,11 +51,7 @@ SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a no
 
 
 def probe(
-    resolved: Resolved[ProbeRun],
-    recipe: Resolved[Recipe],
-    world: World,
-    clock: Clock,
-    folder: RunFolder,
+    resolved: Resolved[ProbeRun], recipe: Resolved[Recipe], world: World, clock: Clock, folder: RunFolder
 ) -> None:
     """Do one rank's part of ``yolofleet plan probe``. Collective: every rank."""
     measure(resolved, recipe, world, clock, folder, probe_figures)

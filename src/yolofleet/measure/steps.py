@@ -168,12 +168,7 @@ def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
     memory_mib = devices.peak_memory_bytes(world.device) / 2**20
     model = run.network.model
     bare = BareNetwork(
-        model.description,
-        model.nc,
-        run.network.img,
-        ready.passes,
-        world.device,
-        training.precision,
+        model.description, model.nc, run.network.img, ready.passes, world.device, training.precision
     )
     for _ in range(WARM_UP):
         bare.step()

@@ -51,11 +51,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
     for name, view in zip(ordered, views, strict=True):
         crc = zlib.crc32(_bytes(view), crc)
         start, end = end, end + view.nbytes
-        header[name] = {
-            "dtype": _NAMES[view.dtype],
-            "shape": list(view.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": _NAMES[view.dtype], "shape": list(view.shape), "data_offsets": [start, end]}
     crc = zlib.crc32(json.dumps({**meta, **header}).encode(), crc)
     text = json.dumps({"__metadata__": {**meta, "crc32": str(crc)}, **header}).encode()
     text += b" " * (-len(text) % 8)

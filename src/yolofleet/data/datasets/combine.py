@@ -269,9 +269,7 @@ def _group_notes(groups: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _name_notes(
-    specs: Sequence[DatasetSpec],
-    names: Sequence[str],
-    parts: Mapping[str, Sequence[tuple[int, DataIndex]]],
+    specs: Sequence[DatasetSpec], names: Sequence[str], parts: Mapping[str, Sequence[tuple[int, DataIndex]]]
 ) -> list[str]:
     """Return a note about the classes that a set lacks, with the labels that others have, and one about similar names."""
     labels: Counter[str] = Counter()

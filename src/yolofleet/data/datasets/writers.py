@@ -193,12 +193,7 @@ def write_coco(
         file.write(f'{{"info": {json.dumps(about)},\n"images": [')
         for at, name in enumerate(names):
             width, height = index.sizes_wh[at].tolist()
-            image = {
-                "id": ids[at],
-                "file_name": name,
-                "width": width,
-                "height": height,
-            }
+            image = {"id": ids[at], "file_name": name, "width": width, "height": height}
             file.write((",\n" if at else "\n") + json.dumps(image))
         file.write('\n],\n"annotations": [')
         number = 0

@@ -48,10 +48,9 @@ _HINT = "open the file in an image viewer; replace it or remove it from the data
 
 
 def set_opencv_threads(count: int) -> None:
-    """Set how many threads OpenCV uses here; with 1 it has none of its own: a fork beside them could hang.
+    """Set how many threads OpenCV uses here; with 1 it has none of its own, beside which a fork could hang.
 
-    ``cv2.setNumThreads(1)`` waits for the threads that OpenCV started. In a forked process they do not exist, and the call
-    crashes. 0 waits for none, but crashes where another thread is inside OpenCV, as may be anywhere but after a fork.
+    1 waits for OpenCV's threads: a forked process has none of them, and hangs. 0 crashes a process with a thread inside OpenCV.
     """
     if cv2.getNumThreads() != count:  # 1 where 0 is set
         cv2.setNumThreads(0 if count == 1 and is_forked() else count)

@@ -34,13 +34,7 @@ from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickle_machine import PickledObject
 from yolofleet.families.weights.pickles import StoredTensor, TorchFile
 from yolofleet.families.weights.reader import check_values, misfits, safetensors_header
-from yolofleet.families.weights.value import (
-    ASSUMED,
-    Weights,
-    WeightsHeader,
-    as_fp32,
-    class_names,
-)
+from yolofleet.families.weights.value import ASSUMED, Weights, WeightsHeader, as_fp32, class_names
 from yolofleet.support.errors import CheckpointError
 
 POSITIONS, PATCH = (f"backbone.embeddings.{name}" for name in ("position_embeddings", "projection.weight"))

@@ -111,11 +111,7 @@ class MaskLoss:
         return torch.stack([*with_more, *by_layer[layers - 1]])
 
     def _by_layer(
-        self,
-        coefficients: Tensor,
-        prototypes: Sequence[Tensor],
-        kinds: Sequence[Pairs],
-        targets: MaskTargets,
+        self, coefficients: Tensor, prototypes: Sequence[Tensor], kinds: Sequence[Pairs], targets: MaskTargets
     ) -> Tensor:
         """Return the sums of both losses of each layer, for one kind of pairs after the other: [kinds x L, 2].
 

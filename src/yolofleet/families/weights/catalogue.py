@@ -106,11 +106,7 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
 
 
 def find_or_download(
-    name: str,
-    *,
-    sha256: str | None = None,
-    tell: Callable[[str], None] | None = None,
-    download: bool = True,
+    name: str, *, sha256: str | None = None, tell: Callable[[str], None] | None = None, download: bool = True
 ) -> Path:
     """Return weights by a bare name (no folder in it): from the cache, else downloaded into it.
 

@@ -135,8 +135,7 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
         kind = module.class_path.rsplit(".", 1)[-1]
         if prefix.endswith("act.") and kind != "SiLU":
             raise CheckpointError(
-                f"{source} uses the activation {kind[:40]}; YOLOv5 from v4.0 on uses SiLU",
-                hint=READABLE,
+                f"{source} uses the activation {kind[:40]}; YOLOv5 from v4.0 on uses SiLU", hint=READABLE
             )
         non_persistent = state.get("_non_persistent_buffers_set")
         for group in ("_parameters", "_buffers"):

@@ -12,18 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from yolofleet.fleet.strict import (
-    MOST,
-    MOST_ITEMS,
-    Few,
-    FromList,
-    Model,
-    Number,
-    Positive,
-    Text,
-    Whole,
-    text,
-)
+from yolofleet.fleet.strict import MOST, MOST_ITEMS, Few, FromList, Model, Number, Positive, Text, Whole, text
 from yolofleet.support.errors import ClusterError
 
 Pid = Annotated[int, Field(gt=0, le=MOST)]  # kill -1 would end everything

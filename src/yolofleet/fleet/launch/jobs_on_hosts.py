@@ -132,8 +132,7 @@ def logged_job(found: list[Job], asked: str) -> str:
         return name
     if not logged:
         raise ConfigError(
-            "no known run on these hosts",
-            hint="runs have log files; commands of `fleet run` have none",
+            "no known run on these hosts", hint="runs have log files; commands of `fleet run` have none"
         )
     return logged[0]
 

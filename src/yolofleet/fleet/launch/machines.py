@@ -259,11 +259,7 @@ def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
 
 
 def scheduled_run(
-    config: Resolved[TrainConfig],
-    given: Mapping[str, Any],
-    config_file: str,
-    job: JobSettings,
-    option: str,
+    config: Resolved[TrainConfig], given: Mapping[str, Any], config_file: str, job: JobSettings, option: str
 ) -> ScheduledRun:
     """Return a training run as the scheduler's renderers take it.
 

@@ -64,11 +64,7 @@ FORMATS = {
             simplify=True,
         ),
         Format(
-            "torchscript",
-            ".torchscript",
-            dynamic=True,
-            half=False,
-            danger="a TorchScript file is a program",
+            "torchscript", ".torchscript", dynamic=True, half=False, danger="a TorchScript file is a program"
         ),
         Format(
             "openvino",

@@ -46,8 +46,7 @@ def checked_model(path: Path) -> Any:
             raise CheckpointError(f"{path} has more than {MAX_NODES:,} nodes")
         if node.domain not in DOMAINS:
             raise CheckpointError(
-                f"{path} needs operations of {node.domain[:80]!r}",
-                hint="export it without custom operations",
+                f"{path} needs operations of {node.domain[:80]!r}", hint="export it without custom operations"
             )
         if node.op_type in ENDLESS:
             raise CheckpointError(

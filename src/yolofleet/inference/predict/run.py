@@ -108,8 +108,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             console.warn(loss)
         if not seconds:
             raise DataError(
-                f"cannot read any image of {source.name}: {source.problems[0]}",
-                hint=hint_for(source.items),
+                f"cannot read any image of {source.name}: {source.problems[0]}", hint=hint_for(source.items)
             )
         output.finish()
         if not boxes:

@@ -35,21 +35,8 @@ from yolofleet.fleet.launch.machines import host_options, resume_options
 from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_commits, with_gpus_counted
 from yolofleet.fleet.launch.run_on_hosts import check_hosts
 from yolofleet.measure.tune.space import Space, Value, default_space, read_space
-from yolofleet.measure.tune.study import (
-    Result,
-    Study,
-    Trial,
-    TuneFolder,
-    best_of,
-    write_figures,
-)
-from yolofleet.measure.tune.trials import (
-    PAUSE_S,
-    DeviceGroup,
-    TrialRun,
-    base_arguments,
-    local_groups,
-)
+from yolofleet.measure.tune.study import Result, Study, Trial, TuneFolder, best_of, write_figures
+from yolofleet.measure.tune.trials import PAUSE_S, DeviceGroup, TrialRun, base_arguments, local_groups
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.storage.atomic import make_folder, write_text

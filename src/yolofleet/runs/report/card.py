@@ -92,12 +92,10 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
         parts.append(f"Predictions with a score of at least {LEAST_SCORE} on images of the validation:")
         parts.append(f"![Predictions on images of the validation]({PICTURE})")
     parts += _classes(run)
-    images = _mapping(run["inputs"].get("data_images"))
-    counts = {split: f", {_plain(images[split])} images" for split in data if split in images}
-    rows = [
-        [f"index of `{_code(split)}`{counts.get(split, '')}, BLAKE2b", f"`{_code(digest)}`"]
-        for split, digest in data.items()
-    ]
+    images, rows = _mapping(run["inputs"].get("data_images")), []
+    for split, digest in data.items():
+        count = f", {_plain(images[split])} images" if split in images else ""
+        rows.append([f"index of `{_code(split)}`{count}, BLAKE2b", f"`{_code(digest)}`"])
     if (best_file := folder.weights / BEST).is_file():
         rows.append([f"`weights/{BEST}`, SHA-256 of the file", f"`{digest_of(best_file)}`"])
     if same := run["results"].get("weights_sha256"):

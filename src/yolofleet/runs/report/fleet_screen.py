@@ -93,11 +93,7 @@ def run_line(ranks: Sequence[RankStatus]) -> str:
 
 
 def fleet_lines(
-    ranks: Sequence[RankStatus],
-    columns: int,
-    rows: int,
-    encoding: str | None = None,
-    most: int = MOST_ROWS,
+    ranks: Sequence[RankStatus], columns: int, rows: int, encoding: str | None = None, most: int = MOST_ROWS
 ) -> list[Text]:
     """Return a line for each rank, or for the slowest ones and the counts of the others.
 

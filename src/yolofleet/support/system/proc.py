@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PF_FORKNOEXEC = 0x40  # Linux's flag of a process that was forked and has executed nothing since
 NETWORK = (  # types of file systems on other machines
     "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "pvfs2", "smb3",
     "smbfs", "wekafs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.rclone",
@@ -167,8 +166,7 @@ def stat_fields(pid: int) -> list[str]:
 
 def is_forked() -> bool:
     """Return whether this process is a copy of another one, with none of its threads: forked, and nothing executed since."""
-    fields = stat_fields(os.getpid())
-    return bool(fields) and bool(int(fields[6]) & PF_FORKNOEXEC)
+    return any(int(flags) & 0x40 for flags in stat_fields(os.getpid())[6:7])  # Linux's PF_FORKNOEXEC
 
 
 def stat_table() -> dict[int, list[str]]:

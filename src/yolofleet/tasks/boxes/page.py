@@ -15,12 +15,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.runs.report.draw import picture_base64
 from yolofleet.tasks.boxes.coco import CocoMetrics, PrecisionRecall
 from yolofleet.tasks.boxes.error_analysis import KINDS, analyse_errors
-from yolofleet.tasks.boxes.matching import (
-    CONFUSION_SCORE,
-    Labels,
-    ScoredBoxes,
-    labels_of,
-)
+from yolofleet.tasks.boxes.matching import CONFUSION_SCORE, Labels, ScoredBoxes, labels_of
 from yolofleet.tasks.task import sampled
 
 PICTURES = 12  # pictures of the worst images, and as many of the others
