@@ -41,7 +41,8 @@ PYTHON = sys.executable
 EPOCHS = {"scratch": 100, "finetune": 20}
 EPOCH_CPU_S = {"ours": 12.0, "yolov5": 16.0}  # until a run of the arm is finished; 205 images of 320 px
 IMAGE = ("--img", "320")
-RIVALS = ("yolov5", "libreyolo")  # programs of others: their runs begin again, and do not depend on our code
+# programs of others and the options with their environments; their runs begin again, and do not depend on our code
+RIVALS = {"yolov5": "--rival-python", "libreyolo": "--libreyolo-python"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Study:
         if arm.group == "finetune" and not self.args.weights:
             return "needs --weights"
         if not self.versions[arm.program]:
-            return f"no {arm.program} in the environment of its --...-python"
+            return f"no {arm.program} in the environment of {RIVALS[arm.program]}"
         return ""
 
     def environment(self, program: str, folder: Path) -> dict[str, str]:

@@ -177,18 +177,8 @@ class Table(Study):
             return super().train_command(arm, seed, epochs, folder)
         shutil.rmtree(folder / "run", ignore_errors=True)
         start = ("--model", arm.model, "--no-pretrained", "--no-amp", "--batch", "16", "--cache", "ram")
-        length = (
-            "--epochs",
-            str(epochs),
-            "--seed",
-            str(seed),
-            "--patience",
-            "0",
-            "--no-val",
-            "--name",
-            "run",
-        )
-        return [*self.libreyolo_command("train", arm, folder), *start, *length]
+        length = ("--epochs", str(epochs), "--seed", str(seed), "--patience", "0")
+        return [*self.libreyolo_command("train", arm, folder), *start, *length, "--no-val", "--name", "run"]
 
     def figures(self, arm: Arm, folder: Path, state: dict[str, Any]) -> Mapping[str, float]:
         if arm.program != "libreyolo":

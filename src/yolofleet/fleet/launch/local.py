@@ -187,12 +187,11 @@ class LocalAttempts:
             # At once, because the next signal may come while this one is announced
             is_first, self.asked = not self.asked, self.asked or request_name(number)
             self.ends_at_once = self.ends_at_once or (not is_first and number == signal.SIGINT)
-            words = "stopping after this step, then saving; Ctrl-C again ends at once"
             if is_first or self.ends_at_once:  # a later SIGTERM changes nothing
+                stopping = "stopping after this step, then saving; Ctrl-C again ends at once"
+                words = "ending at once" if self.ends_at_once else stopping
                 with suppress(OSError):
-                    os.write(
-                        2, announcement(f"\n{'ending at once' if self.ends_at_once else words}").encode()
-                    )
+                    os.write(2, announcement(f"\n{words}").encode())
             if self.ends_at_once:
                 # on Linux; elsewhere the workers end when they lose each other
                 end_descendants(agent.pid, deadline_s=1.0)
