@@ -51,8 +51,7 @@ demo: $(VENV)/.installed
 test: env
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
-	$(PY) -m mypy
-	$(PY) -m mypy --config-file tests/mypy.ini
+	$(PY) -m mypy & package=$$!; $(PY) -m mypy --config-file tests/mypy.ini; tests=$$?; wait $$package && exit $$tests
 	$(PYTEST) -m "not slow and not gpu and not cluster and not store"
 
 # the quickest tests, while you edit: at most 90 seconds on two cores
