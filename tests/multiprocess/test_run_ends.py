@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,25 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the proce
 EXACT = ["--reduce", "exact", "--no-autoanchor"]
 VALUES = ("lr0=0.002", "lr_factors=backbone:0.5", "ema_decay=0", "warmup_epochs=0")
 ADAMAX = ["--optimizer", "Adamax", *(word for value in VALUES for word in ("--set", value))]
+RISING = """
+import copy
+
+from yolofleet import TrainingRecipe
+from yolofleet.families.yolov5.loss import Yolov5Loss
+
+
+class RisingLoss(Yolov5Loss):
+    def at(self, progress):
+        loss = copy.copy(self)
+        loss.gains = self.gains * (10 if progress >= 0.5 else 1)
+        return loss
+
+
+class Rising(TrainingRecipe):
+    def loss(self, model, recipe, img):
+        parts = {"anchors_px": model.anchors_px, "strides": model.strides, "codings": model.codings}
+        return RisingLoss(nc=model.nc, recipe=recipe, img=img, **parts)
+"""
 IN_TIME = [*EXACT, *ADAMAX, "--epochs", "500", "--val-period", "0"]  # the last --epochs wins
 
 
@@ -69,6 +89,20 @@ def test_a_run_that_detects_nothing_names_weights_of_its_own_family(folder: Path
         "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov3-tiny)"
         in said
     )
+
+
+def test_a_run_whose_loss_rises_says_so_once_and_after_a_resume_no_more(folder: Path, data: Path) -> None:
+    (folder / "rising.py").write_text(RISING)
+    own = ["--recipe-class", "rising.py:Rising"]
+    length = ["--epochs", "4", "--val-period", "0", "--max-steps", "8"]  # in epoch 4
+    said = in_ranks(folder, 2, *train_args(data, *EXACT, *own, *length, "--name", "rises"))
+    (warning,) = (line for line in said.splitlines() if "diverge" in line)
+    expected = (
+        r"warning: the loss rose from \S+ in epoch [12] to \S+ in epoch 3: the training diverges; a lower lr0"
+    )
+    assert re.match(expected, warning)
+    again = in_ranks(folder, 1, "train", "--resume", folder / "runs/train/rises", *own, "--max-steps", "0")
+    assert "epoch 4/4" in again and "the training diverges" not in again
 
 
 @pytest.mark.slow

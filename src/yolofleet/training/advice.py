@@ -1,10 +1,10 @@
-"""Notes about settings without effect, rates that probably do not fit the batch or the optimizer, and short runs."""
+"""Notes about settings without effect, rates that probably do not fit the batch or the optimizer, short runs, and rising losses."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from yolofleet.training.schedule import Schedule
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
 MOST_SCALED = 32.0  # ratio up to which arXiv:1706.02677 scaled a rate
 FEW_STEPS = 100  # a detector from scratch needs some hundred steps
+RISEN = 3.0  # times the lowest loss: more than an epoch of a healthy run, less than one that loses what it learned
+STEADIER = "a lower lr0, a longer warm-up or --set clip_norm=1 can help"
 LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
 # the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
 USUAL_LR = {
@@ -181,3 +183,14 @@ def _of_length(config: TrainConfig, schedule: Schedule) -> str:
     smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
     idle = ", with the rate 0, so no weight changes" if by_step and steps == 1 else ""
     return f"{length}{idle}; use more --epochs or a smaller {smaller}"
+
+
+def first_rise(losses: Sequence[float]) -> tuple[int, int] | None:
+    """Return the indices of the first epoch whose loss is more than RISEN times the lowest before it: (lowest, epoch)."""
+    lowest = -1
+    for index, loss in enumerate(losses):
+        if lowest >= 0 and loss > RISEN * losses[lowest]:
+            return lowest, index
+        if loss > 0 and (lowest < 0 or loss < losses[lowest]):
+            lowest = index
+    return None

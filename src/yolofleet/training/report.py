@@ -34,6 +34,7 @@ from yolofleet.support import devices
 from yolofleet.support.terminal import duration
 from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.task import Task
+from yolofleet.training.advice import STEADIER, first_rise
 from yolofleet.training.agreement import kernels
 from yolofleet.training.forecast import MEASURED_STEPS, Forecast
 from yolofleet.training.parallel.process import versions
@@ -316,6 +317,9 @@ class TrainReport:
         }
         self.events.write("epoch", **row)
         self._write(row)
+        risen, text = self._rise()
+        if risen == epoch:
+            self.world.console.warn(f"{text}: the training diverges; {STEADIER}")
         if self.callbacks is not None:
             self.callbacks.call("epoch", epoch, dict(row))
         if evaluation is not None:
@@ -330,6 +334,18 @@ class TrainReport:
         if self.forecast.ends_at_s:
             self.forecast.tell_end(plan, self.world.console, self.events)
         self._open_epoch(epoch + 1)
+
+    def _rise(self) -> tuple[int, str]:
+        """Return the first epoch whose loss is a multiple of that of an epoch before it, and a text about it; (0, "")."""
+        rows = self.files.rows() if self.world.is_main else []
+        losses = [
+            sum(value for name, value in row.items() if name.startswith("train/") and name.endswith("_loss"))
+            for row in rows
+        ]
+        if (indices := first_rise(losses)) is None:
+            return 0, ""
+        low, high = (f"{losses[index]:.3g} in epoch {rows[index]['epoch']:.0f}" for index in indices)
+        return int(rows[indices[1]]["epoch"]), f"the loss rose from {low} to {high}"
 
     def _slowest_rank(self, epoch: int) -> tuple[Times, float]:
         """Return the times of the slowest rank in the epoch, and the largest memory, MiB. Collective: every rank."""
@@ -473,7 +489,13 @@ class TrainReport:
         if state.progress.best_fitness == 0:
             trained = pretrained_name(self.header.description)
             start = f", or from trained weights (--weights {trained})" if trained else ""
-            self.world.console.note(f"nothing was detected yet: train longer (--epochs){start}")
+            risen, text = self._rise()
+            advice = (
+                f"{text}, so the training diverged; {STEADIER}"
+                if risen
+                else f"train longer (--epochs){start}"
+            )
+            self.world.console.note(f"nothing was detected yet: {advice}")
         self.world.console.summary(
             f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
             f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",
