@@ -74,7 +74,7 @@ SETS = {
 # fmt: on
 NETWORKS = {  # options, and core seconds for an image in an epoch until a cell of the network is finished
     "yolov5n": ((), 0.05),
-    "ppyoloe-s": (("--nominal-batch", "16", "--lr-scale", "linear"), 0.15),
+    "ppyoloe-s": (("--recipe", "ppyoloe-few"), 0.15),
     "dfine-n": (("--recipe", "dfine-few"), 0.2),
 }
 LIBREYOLO_IMAGE_S = 0.3  # core seconds of its smallest network

@@ -30,7 +30,7 @@ from yolofleet.support.errors import ConfigError
 Workload = TypeVar("Workload", bound=WorkloadSettings)
 MOST_TIMES = 100  # the images of a training set: a larger batch is a mistake
 OF_IMAGES = " training images"  # the end of the source of a batch that they limit
-FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe to start from weights
+FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
     "nominal_batch": ("reference_batch", ("nominal_batch",)),
@@ -115,18 +115,21 @@ def decide(
     """
     chosen = usual = recipe_of(recipe, family, network)
     notes: list[str] = []
-    if family.small_recipe and config.value.weights and DEFAULT_SOURCE in recipe.sources.values():
-        small = recipe_of(recipe, family, network, family.small_recipe)
+    few, start = family.small_scratch_recipe, "from scratch"
+    if config.value.weights:
+        few, start = family.small_recipe, "for new classes from weights"
+    if few and DEFAULT_SOURCE in recipe.sources.values():
+        small = recipe_of(recipe, family, network, few)
         instead = chosen_instead(config, recipe)
         if stored is not None:
             # earlier versions stored those of all families
             fits = small.value.model_dump(mode="json").items() <= stored.items()
         else:
-            fits = new_classes and images < FEW_IMAGES
+            fits = (new_classes or not config.value.weights) and images < FEW_IMAGES
         if fits and instead:
             notes.append(
-                f"recipe {family.small_recipe}, for new classes from weights on fewer than {FEW_IMAGES:,} images, is not used "
-                f"because of {instead}; --recipe {family.small_recipe} chooses it"
+                f"recipe {few}, {start} on fewer than {FEW_IMAGES:,} images, is not used because of {instead}; "
+                f"--recipe {few} chooses it"
             )
         elif fits:
             chosen = small
@@ -137,7 +140,7 @@ def decide(
         r, nominal = chosen.value, fitting.value.nominal_batch
         step = step_images_of(fitting.value.batch, nominal) if fitting.value.batch > 0 else nominal
         notes.append(
-            f"recipe {family.small_recipe} for new classes from weights on {images:,} images (fewer than {FEW_IMAGES:,}): "
+            f"recipe {few} {start} on {images:,} images (fewer than {FEW_IMAGES:,}): "
             f"steps of {step} images, {r.reference_optimizer}, lr0 {r.lr0:g}; --recipe {family.recipe} is the default otherwise"
         )
     return Decided(fitting, chosen, (*notes, *of_images), tuple(family_warnings(recipe, family, network)))

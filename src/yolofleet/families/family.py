@@ -61,6 +61,7 @@ class Family:
     network_values: Part = ""  # (recipe's name, description) -> values of that network that differ
     other_recipes: tuple[str, ...] = ()  # in folders of other families, but made for its networks too
     small_recipe: str = ""  # that for new classes from weights on few images; "": none was measured
+    small_scratch_recipe: str = ""  # that for few images from scratch
     preset_names: Part = list  # () -> names of the built-in networks
     preset: Part = ""  # name -> description
     # (description, names of untrained tensors) -> description to train, and a note about what it changes or ""

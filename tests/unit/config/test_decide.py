@@ -71,7 +71,7 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("rtdetrv2-r18", 500, {"new_classes": True, "batch": 64}, (64, 64, 8), "AdamW"),
         ("dfine-s", 500, {"recipe": "dfine-few", "micro_batch": 16}, (16, 16, 16), "AdamW"),
         ("dfine-s", 500, {"new_classes": True, "nominal_batch": 32}, (16, 32, 8), "AdamW"),
-        ("ppyoloe-s", 500, {"new_classes": True}, (16, 64, 8), "SGD"),  # it has no such recipe
+        ("ppyoloe-s", 500, {"new_classes": True}, (16, 64, 8), "SGD"),  # it has such a recipe from scratch alone
         # a step of another size, other families and recipes, and what rules out the recipe for few images
         ("yolov5n", 17, {}, (16, 64, 8), "SGD"),
         ("yolov5n", 16, {"batch": 17}, (16, 64, 8), "SGD"),
@@ -105,7 +105,14 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("dfine-n", 2000, {"recipe": "dfine"}, (16, 128, 16), "AdamW"),  # also where it is typed
         ("dfine-n", 2000, {"recipe": "deim"}, (16, 128, 16), "AdamW"),
         ("dfine-n", 2000, {"recipe": "deim", "nominal_batch": 32}, (16, 32, 8), "AdamW"),
-        ("ppyoloe-s", 3, {}, (3, 12, 3), "SGD"),
+        ("ppyoloe-s", 3, {}, (3, 3, 3), "SGD"),
+        # a recipe for few images from scratch
+        ("ppyoloe-s", 999, {}, (16, 16, 8), "SGD"),
+        ("ppyoloe-plus-s", 999, {}, (16, 16, 8), "SGD"),
+        ("ppyoloe-s", 1000, {}, (16, 64, 8), "SGD"),
+        ("ppyoloe-s", 500, {"recipe": "ppyoloe-300e"}, (16, 64, 8), "SGD"),
+        ("ppyoloe-s", 500, {"nominal_batch": 64}, (16, 64, 8), "SGD"),
+        ("ppyoloe-s", 500, {"batch": 64}, (64, 64, 8), "SGD"),
         ("darknet-yolov3-tiny", 2000, {}, (16, 64, 8), "SGD"),
         ("darknet-yolov3-tiny", 500, {"new_classes": True}, (16, 64, 8), "SGD"),
     ],
@@ -161,6 +168,27 @@ def test_a_choice_that_rules_out_the_recipe_for_few_images_is_named(given: dict[
     )
     # the user named a recipe
     assert decided("dfine-s", 50, new_classes=True, recipe="dfine", **given).notes == ()
+
+
+def test_a_recipe_for_few_images_from_scratch_is_said_once_and_kept() -> None:
+    (note,) = decided("ppyoloe-s", 50).notes
+    assert note.startswith(
+        "recipe ppyoloe-few from scratch on 50 images (fewer than 1,000): steps of 16 images, SGD, lr0 0.01;"
+    )
+    (note,) = decided("ppyoloe-s", 50, nominal_batch=32).notes
+    assert (
+        "ppyoloe-few, from scratch on fewer than 1,000 images, is not used because of --nominal-batch 32"
+        in note
+    )
+    first = decided("ppyoloe-s", 50)
+    config, recipe = resolve_train({"data": "d", "model": "ppyoloe-s"})
+    parts = config, recipe, FAMILIES["ppyoloe"], describe("ppyoloe-s"), 50
+    again = decide(*parts, stored=first.recipe.value.model_dump(mode="json"))
+    assert (again.config.value, again.recipe.value) == (first.config.value, first.recipe.value)
+    # a run that began before this recipe was there goes on with its own
+    usual = decided("ppyoloe-s", 50, recipe="ppyoloe-300e")
+    earlier = decide(*parts, stored=usual.recipe.value.model_dump(mode="json"))
+    assert (sizes(earlier), earlier.recipe.value, earlier.notes) == (sizes(usual), usual.recipe.value, ())
 
 
 def test_a_run_that_is_started_again_keeps_what_it_decided() -> None:
