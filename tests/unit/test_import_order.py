@@ -325,8 +325,8 @@ TOY = {
 }
 BARE = {**TOY, "plots": False, "val_period": 0}  # what draws and validates comes before the launcher in ROOMS
 # of our modules, in a process that trains on one device; 1,900 of them are the preflight check, and 550 write the card
-MOST_LINES = 36_670
-MOST_LINES_OF_A_RANK = 27_730  # that a launcher has started, with a validation and without plots
+MOST_LINES = 36_700
+MOST_LINES_OF_A_RANK = 27_770  # that a launcher has started, with a validation and without plots
 MOST_ENTERED = 30  # of our files, from the command to the start of torchrun's agent
 OF_THE_LAUNCHER = ("fleet", "measure", "inference.export", "inference.predict", "cli")
 REPORT_OWN = (  # a rank other than 0 has no standard error of its own, so the answer goes into a file
