@@ -71,7 +71,15 @@ def test_every_part_that_a_family_names_exists():
         owners: list[Family | WeightsFile] = [family, *family.weights_files]
         for owner in owners:
             values = {field.name: getattr(owner, field.name) for field in fields(owner)}
-            texts = {"name", "recipe", "small_recipe", "small_scratch_recipe", "kind", "pattern", "safetensors_use"}
+            texts = {
+                "name",
+                "recipe",
+                "small_recipe",
+                "small_scratch_recipe",
+                "kind",
+                "pattern",
+                "safetensors_use",
+            }
             parts = [
                 v for k, v in values.items() if v and k not in texts and (isinstance(v, str) or callable(v))
             ]
