@@ -115,9 +115,9 @@ def decide(
     """
     chosen = usual = recipe_of(recipe, family, network)
     notes: list[str] = []
-    few, start = family.small_scratch_recipe, "from scratch"
+    few, start, is_meant = family.small_scratch_recipe, "from scratch", True
     if config.value.weights:
-        few, start = family.small_recipe, "for new classes from weights"
+        few, start, is_meant = family.small_recipe, "for new classes from weights", new_classes
     if few and DEFAULT_SOURCE in recipe.sources.values():
         small = recipe_of(recipe, family, network, few)
         instead = chosen_instead(config, recipe)
@@ -125,7 +125,7 @@ def decide(
             # earlier versions stored those of all families
             fits = small.value.model_dump(mode="json").items() <= stored.items()
         else:
-            fits = (new_classes or not config.value.weights) and images < FEW_IMAGES
+            fits = is_meant and images < FEW_IMAGES
         if fits and instead:
             notes.append(
                 f"recipe {few}, {start} on fewer than {FEW_IMAGES:,} images, is not used because of {instead}; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -194,3 +194,12 @@ def first_rise(losses: Sequence[float]) -> tuple[int, int] | None:
         if loss > 0 and (lowest < 0 or loss < losses[lowest]):
             lowest = index
     return None
+
+
+def rise_in(rows: Sequence[Mapping[str, float]]) -> tuple[int, str]:
+    """Return the first epoch of rows of results.csv that :func:`first_rise` finds, and a text about it; (0, "") for none."""
+    losses = [sum(row[name] for name in row if name.startswith("train/")) for row in rows]
+    if (indices := first_rise(losses)) is None:
+        return 0, ""
+    low, high = (f"{losses[index]:.3g} in epoch {rows[index]['epoch']:.0f}" for index in indices)
+    return int(rows[indices[1]]["epoch"]), f"the loss rose from {low} to {high}"

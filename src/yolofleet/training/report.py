@@ -29,12 +29,12 @@ from yolofleet.runs.checkpoint.names import name_of
 from yolofleet.runs.report.clock import PHASES, Clock, Times, slowest
 from yolofleet.runs.report.console import StepView
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.results import EventLog
+from yolofleet.runs.report.results import EventLog, numbers
 from yolofleet.support import devices
 from yolofleet.support.terminal import duration
 from yolofleet.tasks.boxes.task import BOXES
 from yolofleet.tasks.task import Task
-from yolofleet.training.advice import STEADIER, first_rise
+from yolofleet.training.advice import STEADIER, rise_in
 from yolofleet.training.agreement import kernels
 from yolofleet.training.forecast import MEASURED_STEPS, Forecast
 from yolofleet.training.parallel.process import versions
@@ -317,7 +317,8 @@ class TrainReport:
         }
         self.events.write("epoch", **row)
         self._write(row)
-        risen, text = self._rise()
+        # not from the disk, which may be full and yet be read
+        risen, text = rise_in([numbers(one) for one in self.files.table.rows])
         if risen == epoch:
             self.world.console.warn(f"{text}: the training diverges; {STEADIER}")
         if self.callbacks is not None:
@@ -334,18 +335,6 @@ class TrainReport:
         if self.forecast.ends_at_s:
             self.forecast.tell_end(plan, self.world.console, self.events)
         self._open_epoch(epoch + 1)
-
-    def _rise(self) -> tuple[int, str]:
-        """Return the first epoch whose loss is a multiple of that of an epoch before it, and a text about it; (0, "")."""
-        rows = self.files.rows() if self.world.is_main else []
-        losses = [
-            sum(value for name, value in row.items() if name.startswith("train/") and name.endswith("_loss"))
-            for row in rows
-        ]
-        if (indices := first_rise(losses)) is None:
-            return 0, ""
-        low, high = (f"{losses[index]:.3g} in epoch {rows[index]['epoch']:.0f}" for index in indices)
-        return int(rows[indices[1]]["epoch"]), f"the loss rose from {low} to {high}"
 
     def _slowest_rank(self, epoch: int) -> tuple[Times, float]:
         """Return the times of the slowest rank in the epoch, and the largest memory, MiB. Collective: every rank."""
@@ -479,21 +468,19 @@ class TrainReport:
         if self.last_evaluation is not None:
             accuracy = f": {accuracy_text(self.last_evaluation)}"
         epochs = state.progress.epochs_done
-        best = "the last weights"
+        best, rows = "the last weights", self.files.rows()
         if self.has_val:
             epoch, counts = state.progress.best_epoch, self.task.fitness_of
-            row = next((row for row in self.files.rows() if row["epoch"] == epoch), {})
+            row = next((row for row in rows if row["epoch"] == epoch), {})
             names = {name: column for column, name in self.task.columns.items() if column in row}
             texts = [f"{name} {row[names[name]]:.3f}" for name in counts if name in names]
             best = ", ".join([f"epoch {epoch}", *texts])
         if state.progress.best_fitness == 0:
             trained = pretrained_name(self.header.description)
             start = f", or from trained weights (--weights {trained})" if trained else ""
-            risen, text = self._rise()
+            _, text = rise_in(rows)
             advice = (
-                f"{text}, so the training diverged; {STEADIER}"
-                if risen
-                else f"train longer (--epochs){start}"
+                f"{text}, so the training diverged; {STEADIER}" if text else f"train longer (--epochs){start}"
             )
             self.world.console.note(f"nothing was detected yet: {advice}")
         self.world.console.summary(

@@ -73,12 +73,10 @@ def test_every_part_that_a_family_names_exists():
             values = {field.name: getattr(owner, field.name) for field in fields(owner)}
             texts = {
                 "name",
-                "recipe",
-                "small_recipe",
-                "small_scratch_recipe",
                 "kind",
                 "pattern",
                 "safetensors_use",
+                *(k for k in values if k.endswith("recipe")),
             }
             parts = [
                 v for k, v in values.items() if v and k not in texts and (isinstance(v, str) or callable(v))
