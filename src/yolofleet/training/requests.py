@@ -93,8 +93,8 @@ class StopRequest:
         return self.source.startswith(NOTICE)
 
     def saved_note(self) -> str:
-        """Return a note about a state that was saved just now, for the request of this rank."""
-        return f"{self.source}: the state was saved {duration(time.monotonic() - self.asked_at_s)} after the request"
+        """Return a note about a state that was saved just now, for a request that this rank got."""
+        return f"the state was saved {duration(time.monotonic() - self.asked_at_s)} after the request"
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.source and number == signal.SIGINT:
