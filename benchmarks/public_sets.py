@@ -72,15 +72,17 @@ SETS = {
                     ("images/train", "images/test"), 296),
 }
 # fmt: on
-NETWORKS = {  # options, and core seconds for an image in an epoch until a cell of the network is finished
-    "yolov5n": ((), 0.05),
-    "ppyoloe-s": (("--recipe", "ppyoloe-few"), 0.15),
-    "dfine-n": (("--recipe", "dfine-few"), 0.2),
+# network -> recipes by the name of an arm, and core seconds for an image in an epoch until a cell is finished
+NETWORKS = {
+    "yolov5n": ({"yolov5n": "scratch-low", "yolov5n-few": "scratch-few"}, 0.05),
+    "ppyoloe-s": ({"ppyoloe-s": "ppyoloe-few"}, 0.15),
+    "dfine-n": ({"dfine-n": "dfine-few"}, 0.2),
 }
 LIBREYOLO_IMAGE_S = 0.3  # core seconds of its smallest network
 ARMS = [
-    Arm(f"{name}/{model}", "ours", SEEDS, ("--reduce", "exact", *options), model)
-    for model, (options, _) in NETWORKS.items()
+    Arm(f"{name}/{label}", "ours", SEEDS, ("--reduce", "exact", "--recipe", recipe), model)
+    for model, (recipes, _) in NETWORKS.items()
+    for label, recipe in recipes.items()
     for name in SETS
 ]
 ARMS += [Arm(f"{name}/yolov5", "yolov5", SEEDS) for name in SETS]

@@ -44,18 +44,18 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("yolov5n", 2000, {}, (16, 64, 8), "SGD"),
         ("ppyoloe-s", 2000, {}, (16, 64, 8), "SGD"),
         ("dfine-s", 2000, {}, (16, 32, 8), "AdamW"),
-        ("yolov5n", 16, {}, (16, 64, 8), "SGD"),
+        ("yolov5n", 16, {"recipe": "scratch-low"}, (16, 64, 8), "SGD"),
         # a batch of at most the images, and as many batches in a step as before
-        ("yolov5n", 15, {}, (15, 60, 5), "SGD"),
-        ("yolov5n", 13, {}, (13, 52, 13), "SGD"),
-        ("yolov5n", 6, {}, (6, 24, 6), "SGD"),
-        ("yolov5n", 3, {}, (3, 12, 3), "SGD"),  # no default micro-batch is below 4, so the batch is one
-        ("yolov5n", 1, {}, (1, 4, 1), "SGD"),
+        ("yolov5n", 15, {"recipe": "scratch-low"}, (15, 60, 5), "SGD"),
+        ("yolov5n", 13, {"recipe": "scratch-low"}, (13, 52, 13), "SGD"),
+        ("yolov5n", 6, {"recipe": "scratch-low"}, (6, 24, 6), "SGD"),
+        ("yolov5n", 3, {"recipe": "scratch-low"}, (3, 12, 3), "SGD"),  # no default micro-batch is below 4, so the batch is one
+        ("yolov5n", 1, {"recipe": "scratch-low"}, (1, 4, 1), "SGD"),
         ("yolov5n", 6, {"nominal_batch": 64}, (6, 66, 6), "SGD"),  # as the user says
         ("yolov5n", 6, {"batch": 64}, (6, 6, 6), "SGD"),
         ("yolov5n", 37, {"batch": 64}, (36, 36, 9), "SGD"),  # 37 cannot be cut
-        ("yolov5n", 6, {"micro_batch": 2}, (6, 24, 2), "SGD"),
-        ("yolov5n", 6, {"micro_batch": 4}, (4, 16, 4), "SGD"),
+        ("yolov5n", 6, {"recipe": "scratch-low", "micro_batch": 2}, (6, 24, 2), "SGD"),
+        ("yolov5n", 6, {"recipe": "scratch-low", "micro_batch": 4}, (4, 16, 4), "SGD"),
         ("dfine-s", 10, {}, (10, 20, 10), "AdamW"),  # 10 is nearer to 8 than 5
         # recipes for few images of new classes
         ("yolov5n", 500, {"new_classes": True}, (16, 16, 8), "AdamW"),
@@ -73,17 +73,17 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("dfine-s", 500, {"new_classes": True, "nominal_batch": 32}, (16, 32, 8), "AdamW"),
         ("ppyoloe-s", 500, {"new_classes": True}, (16, 64, 8), "SGD"),  # it has such a recipe from scratch alone
         # a step of another size, other families and recipes, and what rules out the recipe for few images
-        ("yolov5n", 17, {}, (16, 64, 8), "SGD"),
-        ("yolov5n", 16, {"batch": 17}, (16, 64, 8), "SGD"),
+        ("yolov5n", 17, {"recipe": "scratch-low"}, (16, 64, 8), "SGD"),
+        ("yolov5n", 16, {"recipe": "scratch-low", "batch": 17}, (16, 64, 8), "SGD"),
         ("yolov5n", 64, {"batch": 64}, (64, 64, 8), "SGD"),
         ("yolov5n", 63, {"batch": 64}, (63, 63, 9), "SGD"),
-        ("yolov5n", 100, {"batch": 24}, (24, 72, 8), "SGD"),
-        ("yolov5n", 100, {"batch": 24, "micro_batch": 6}, (24, 72, 6), "SGD"),
+        ("yolov5n", 100, {"recipe": "scratch-low", "batch": 24}, (24, 72, 8), "SGD"),
+        ("yolov5n", 100, {"recipe": "scratch-low", "batch": 24, "micro_batch": 6}, (24, 72, 6), "SGD"),
         ("yolov5n", 100, {"batch": 24, "nominal_batch": 24}, (24, 24, 8), "SGD"),
         ("yolov5n", 100, {"nominal_batch": 16}, (16, 16, 8), "SGD"),
         ("yolov5n", 100, {"nominal_batch": 8}, (16, 16, 8), "SGD"),
-        ("yolov5n", 100, {"micro_batch": 1}, (16, 64, 1), "SGD"),
-        ("yolov5n", 100, {"micro_batch": 16}, (16, 64, 16), "SGD"),
+        ("yolov5n", 100, {"recipe": "scratch-low", "micro_batch": 1}, (16, 64, 1), "SGD"),
+        ("yolov5n", 100, {"recipe": "scratch-low", "micro_batch": 16}, (16, 64, 16), "SGD"),
         ("yolov5n", 2000, {"micro_batch": 32}, (32, 64, 32), "SGD"),
         ("yolov5n", 2000, {"recipe": "demo"}, (16, 16, 8), "SGD"),
         ("yolov5n", 2000, {"recipe": "finetune"}, (16, 16, 8), "AdamW"),
@@ -107,6 +107,15 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("dfine-n", 2000, {"recipe": "deim", "nominal_batch": 32}, (16, 32, 8), "AdamW"),
         ("ppyoloe-s", 3, {}, (3, 3, 3), "SGD"),
         # a recipe for few images from scratch
+        ("yolov5n", 999, {}, (16, 16, 8), "SGD"),
+        ("yolov5n", 1000, {}, (16, 64, 8), "SGD"),
+        ("yolov5n", 500, {"batch": 64}, (64, 64, 8), "SGD"),
+        ("yolov5n", 500, {"batch": 4}, (4, 16, 4), "SGD"),
+        ("yolov5n", 500, {"recipe": "scratch-high"}, (16, 64, 8), "SGD"),
+        ("yolov5n", 500, {"set": ("lr0=0.02",)}, (16, 64, 8), "SGD"),
+        ("yolov5n", 6, {}, (6, 6, 6), "SGD"),
+        ("yolov5n", 6, {"micro_batch": 4}, (4, 4, 4), "SGD"),
+        ("yolov5n", 1, {}, (1, 1, 1), "SGD"),
         ("ppyoloe-s", 999, {}, (16, 16, 8), "SGD"),
         ("ppyoloe-plus-s", 999, {}, (16, 16, 8), "SGD"),
         ("ppyoloe-s", 1000, {}, (16, 64, 8), "SGD"),

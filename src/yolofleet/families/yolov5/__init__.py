@@ -9,6 +9,7 @@ FAMILY = Family(
     network="yolov5.network:row_network",
     loss="yolov5.loss:anchor_loss",
     small_recipe="finetune",
+    small_scratch_recipe="scratch-few",
     hyperparameters=Yolov5Hyperparameters,
     preset_names="yolov5.presets:preset_names",
     preset="yolov5.presets:preset",
