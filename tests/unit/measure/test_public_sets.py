@@ -37,7 +37,7 @@ def test_the_table_has_means_of_seeds_and_says_what_is_open() -> None:
     rows += [row("bccd/yolov5n", EQUAL, epochs=1, sha256="a" * 64, sha256_2="a" * 64)]
     rows += [row("bccd/dfine-n", EQUAL, epochs=2, sha256="a" * 64, sha256_2="b" * 64)]
     lines = report(rows, 30).splitlines()
-    assert len(lines) == 2 + 5 * len(SETS)
+    assert len(lines) == 2 + 6 * len(SETS)
     # t(1) = 12.7062, times half of the distance of two values, 0.1
     assert (
         "| bccd | yolov5n | 2 | 0.700 ± 1.271 | 0.500 ± 0.000 | 1.5 | 000000000000 | equal after 1 epoch: aaaaaaaaaaaa |"
