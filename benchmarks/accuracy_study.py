@@ -199,8 +199,9 @@ class Study:
         if any((run / "checkpoints").glob("*.safetensors")):
             return [*head, "--resume", str(run)]
         shutil.rmtree(run, ignore_errors=True)
-        # YOLOv5's defaults, unless an arm has another recipe
-        model = ["--weights", start, "--recipe", "scratch-low"] if start else ["--model", arm.model]
+        model = ["--weights", start] if start else ["--model", arm.model]
+        if "--recipe" not in arm.options:
+            model += ["--recipe", "scratch-low"]  # YOLOv5's values
         quiet = ("--threads", "1", "--val-period", "0", "--no-plots")
         return [*head, "--data", str(data), *model, "--batch", "16", *quiet, *common, *name, *arm.options]
 
