@@ -35,6 +35,8 @@ def splitter(
         ("1,1,1,1", 16, ""),
         ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices would have nothing to do: a step of 64 images has 4 micro-batches of 16; --micro-batch 8 "),
         ("1,1,1", 32, "1 of 3 devices would have nothing to do: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
+        # larger micro-batches would do for equal shares
+        ("3,1", 32, "1 of 2 devices would have nothing to do: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
         ("1,1,0", 32, ""),  # the third was told to have nothing to do
     ],
 )  # fmt: skip

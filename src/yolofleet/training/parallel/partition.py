@@ -53,6 +53,11 @@ class Partition:
             borders.append(round(micro_batches * reached / total))
         return [range(a, b) for a, b in pairwise(borders)]
 
+    def _idle(self, micro_batches: int) -> int:
+        """Return how many ranks with a share get none of the micro-batches."""
+        dealt = zip(self.shares, self.ranges(micro_batches), strict=True)
+        return sum(share > 0 and not mine for share, mine in dealt)
+
     def idle(self, images: int, micro_batch: int, batch: int) -> tuple[str, str]:
         """Return how many devices get no micro-batch of a step, and what gives each its part; "" twice if all have work.
 
@@ -62,11 +67,10 @@ class Partition:
             batch: whose divisors are the other possible values of ``--micro-batch``.
         """
         ranks, count = len(self.shares), images // micro_batch
-        dealt = zip(self.shares, self.ranges(count), strict=True)
-        idle = sum(share > 0 and not mine for share, mine in dealt)
+        idle = self._idle(count)
         if not idle:
             return "", ""
-        enough = [choice for choice in divisors(batch) if images // choice >= ranks]
+        enough = [choice for choice in divisors(batch) if not self._idle(images // choice)]
         larger = (
             f"--micro-batch {enough[-1]} (batch normalisation then sees {enough[-1]} image{'s' * (enough[-1] > 1)})"
             if enough
