@@ -90,7 +90,9 @@ def run(
         echo(plan(decided, fleet))
         rehearse(config, recipe)
         problem, instead = _idle(decided.config, fleet)
-        if problem:
+        if problem and decided.few_images:
+            echo(f"  warning: {problem}; {instead}")
+        elif problem:
             raise ConfigError(problem, hint=instead)
         return 0
     if download or built_in_of(config.value.data):

@@ -30,7 +30,7 @@ from yolofleet.support.errors import ConfigError
 Workload = TypeVar("Workload", bound=WorkloadSettings)
 MOST_TIMES = 100  # the images of a training set: a larger batch is a mistake
 OF_IMAGES = " training images"  # the end of the source of a batch that they limit
-FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe
+FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe, and devices no work
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
     "nominal_batch": ("reference_batch", ("nominal_batch",)),
@@ -83,12 +83,17 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
 
 @dataclass(frozen=True)
 class Decided:
-    """What a run does: its settings and its recipe, as nothing changes them any more; notes and warnings about the choice."""
+    """What a run does: its settings and its recipe, as nothing changes them any more; notes and warnings about the choice.
+
+    Attributes:
+        few_images: it has fewer than FEW_IMAGES, so a device without work is no error.
+    """
 
     config: Resolved[TrainConfig]
     recipe: Resolved[Recipe]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    few_images: bool = False
 
 
 def decide(
@@ -143,7 +148,8 @@ def decide(
             f"recipe {few} {start} on {images:,} images (fewer than {FEW_IMAGES:,}): "
             f"steps of {step} images, {r.reference_optimizer}, lr0 {r.lr0:g}; --recipe {family.recipe} is the default otherwise"
         )
-    return Decided(fitting, chosen, (*notes, *of_images), tuple(family_warnings(recipe, family, network)))
+    warnings = tuple(family_warnings(recipe, family, network))
+    return Decided(fitting, chosen, (*notes, *of_images), warnings, images < FEW_IMAGES)
 
 
 def check_compiled(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:

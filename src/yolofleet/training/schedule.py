@@ -341,7 +341,8 @@ class StepSplitter:
         """Raise if a device gets no work in a step, or batch normalisation one value per channel on the coarsest feature map.
 
         Args:
-            step_images: after the warm-up; 0: devices may have no work, because the fleet of a run that goes on may change.
+            step_images: after the warm-up; 0: devices may have no work, for the fleet of a run that goes on may change, and few
+                images have small steps.
 
         Raises:
             ConfigError: see above.

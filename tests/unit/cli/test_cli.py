@@ -116,7 +116,10 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     found = settings(out)
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
     assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low")
-    assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
+    assert (
+        "would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n  note: recipe scratch-few"
+        in out
+    )
     out = cli("train", "--model", "dfine-n", *argv[3:], "--recipe", "finetune", "--dry-run")[1]
     assert "\n  warning: recipe finetune was made for the family yolov5" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
@@ -189,12 +192,16 @@ def test_a_dry_run_on_a_mac_says_that_it_cannot_know_the_device(cli, monkeypatch
 
 
 def test_a_run_whose_devices_would_idle_is_refused_with_what_to_type(cli):
-    argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
+    argv = ["train", "--data", "shapes:2000", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
     code, out, err = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
     assert code == 2 and out.endswith("steps of 64 images: 8 micro-batches of 8\n")
-    assert "4 of 12 devices would have nothing to do: a step of 64 images has 8 micro-batches of 8" in err
+    assert "4 of 12 devices get no work: a step of 64 images has 8 micro-batches of 8" in err
     assert "--micro-batch 4 (batch normalisation then sees 4 images), or 8 devices" in err
     assert cli(*argv, "--micro-batch", "4")[0] == 0
+    argv[2] = "shapes"  # fewer than 1,000 images, whose steps are small
+    code, out, _ = cli(*argv)
+    assert code == 0
+    assert "  warning: 10 of 12 devices get no work: a step of 16 images has 2 micro-batches of 8; " in out
 
 
 def test_notes_are_printed_by_one_process_only(cli, monkeypatch):

@@ -33,10 +33,10 @@ def splitter(
     ("shares", "micro_batch", "says"),
     [
         ("1,1,1,1", 16, ""),
-        ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices would have nothing to do: a step of 64 images has 4 micro-batches of 16; --micro-batch 8 "),
-        ("1,1,1", 32, "1 of 3 devices would have nothing to do: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
+        ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices get no work: a step of 64 images has 4 micro-batches of 16; --micro-batch 8 "),
+        ("1,1,1", 32, "1 of 3 devices get no work: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
         # larger micro-batches would do for equal shares
-        ("3,1", 32, "1 of 2 devices would have nothing to do: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
+        ("3,1", 32, "1 of 2 devices get no work: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
         ("1,1,0", 32, ""),  # the third was told to have nothing to do
     ],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def test_devices_without_work_are_counted(shares: str, micro_batch: int, says: s
     if not says:
         made.check(64)
     else:
-        with pytest.raises(ConfigError, match="would have nothing to do"):
+        with pytest.raises(ConfigError, match="get no work"):
             made.check(64)
 
 

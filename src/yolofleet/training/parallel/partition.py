@@ -59,7 +59,7 @@ class Partition:
         return sum(share > 0 and not mine for share, mine in dealt)
 
     def idle(self, images: int, micro_batch: int, batch: int) -> tuple[str, str]:
-        """Return how many devices get no micro-batch of a step, and what gives each its part; "" twice if all have work.
+        """Return how many devices get no micro-batch of a step, and what gives each one; "" twice if all have one.
 
         Args:
             images: of a step, on all ranks.
@@ -77,7 +77,7 @@ class Partition:
             else "a larger --batch"
         )
         return (
-            f"{idle} of {ranks} devices would have nothing to do: a step of {images} images has {count} "
+            f"{idle} of {ranks} devices get no work: a step of {images} images has {count} "
             f"micro-batch{'es' * (count != 1)} of {micro_batch}",
             f"{larger}, or {ranks - idle} device{'s' * (ranks - idle != 1)}",
         )

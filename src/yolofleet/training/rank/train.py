@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from yolofleet.config.decide import FEW_IMAGES
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.input.cache import ImageCache
@@ -130,7 +131,7 @@ class BuiltRun:
             resumed=not is_new,
         )
         problem, instead = prepared.splitter.idle(schedule.step_images)
-        if problem:  # of a run that goes on; a new one is refused
+        if problem:
             world.console.warn(f"{problem}; {instead}")
         model, recipe = self.network.model, self.network.recipe
         show_advice(world.console, resolved, recipe, schedule, model, self.data.train, is_new=is_new)
@@ -179,7 +180,8 @@ def built_run(
     refusal = beside.begin(world) if is_writer else ""
     is_writer = is_writer and not refusal
     is_new = inputs.snapshot is None and not world.restarts
-    prepared.splitter.check(prepared.schedule.step_images if is_new else 0)
+    needs_work = is_new and len(data.train) >= FEW_IMAGES  # the steps of the recipes for few images are small
+    prepared.splitter.check(prepared.schedule.step_images if needs_work else 0)
 
     with ExitStack() as opened:
         if is_writer:
