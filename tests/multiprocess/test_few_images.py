@@ -18,7 +18,6 @@ from commands import (
     started,
     wait_until,
     working_in,
-    yolofleet,
 )
 from safetensors.numpy import load_file
 from small_files import TINY_YAML
