@@ -9,6 +9,7 @@ FAMILY = Family(
     network="ppyoloe.network:PpyoloeNetwork",
     loss="ppyoloe.loss:ppyoloe_loss",
     recipe="ppyoloe-300e",
+    small_recipe="ppyoloe-few",
     small_scratch_recipe="ppyoloe-few",
     hyperparameters=PpyoloeHyperparameters,
     preset_names="ppyoloe.description:preset_names",
