@@ -119,6 +119,24 @@ def test_the_warm_up_of_the_other_kind_of_schedule_has_no_effect() -> None:
         assert [note.split()[0] for note in said if note.startswith("warmup")] == [idle]
 
 
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"set": ["ema_rule=threshold", "ema_tau=5"]}, "ema_tau 5.0 has no effect: only ema_rule=ramp uses it"),
+        ({"set": ["horizon=2"]}, "horizon 2.0 has no effect: rates=epoch"),
+        ({"set": ["repeat_threshold=0.5"]}, "repeat_threshold 0.5 has no effect: it needs --sampler"),
+        ({"set": ["mosaic=0", "mixup=1"]}, "mixup 1.0 has no effect: this run shows no mosaics"),
+        ({"optimizer": "AdamW", "set": ["nesterov=false"]}, "nesterov False has no effect: only SGD"),
+        ({"set": ["rates=step"], "lr_schedule": "cosine"}, "--lr-schedule cosine has no effect"),
+        ({"set": ["mosaic=0"]}, ""),
+        ({"recipe": "scratch-med"}, ""),
+    ],
+)  # fmt: skip
+def test_hyperparameters_without_effect_are_named(settings: dict[str, object], note: str) -> None:
+    said = idle_notes(*resolve_train({"data": "shapes", "model": "yolov5n", **settings}))
+    assert note in "".join(said) and len(said) == bool(note)
+
+
 def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert notes() == ""
     assert notes(batch=128) == "", "twice the batch of the recipe is near enough"
