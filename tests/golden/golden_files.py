@@ -50,23 +50,31 @@ def unique(lines: Iterable[str]) -> list[str]:
 # -- files
 
 
-def tree(folder: Path) -> list[str]:
-    """Return each file below a folder with what is in it."""
+def tree(run: Path, place: Path, before: dict[str, list[str]]) -> list[str]:
+    """Return each file of a run with what is in it; ``before`` has those of earlier runs, and gets these."""
     found: dict[str, list[str]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = re.sub(
-            r"\d{6}(?=[._])|(?<=step-)\d+|(?<=_)\d+(?=\.)", "<number>", path.relative_to(folder).as_posix()
+            r"\d{6}(?=[._])|(?<=step-)\d+|(?<=_)\d+(?=\.)", "<number>", path.relative_to(run).as_posix()
         )
         for word in NAMES:
             name = name.replace(f"/{word}/", "/<class>/")
         found.setdefault(name, []).extend(inside(path))
     lines: list[str] = []
-    contents = {name: unique(words) for name, words in found.items()}
-    for name, words in contents.items():
-        twin = next(other for other in contents if contents[other] == words)
-        lines.append(name)
-        lines += [f"    as {twin}"] if twin != name and len(words) > 3 else [f"    {word}" for word in words]
+    for name, words in ((name, unique(words)) for name, words in found.items()):
+        lines += [name, *(f"    {line}" for line in but_for(words, before))]
+        before[f"{run.relative_to(place).as_posix()}/{name}"] = words
     return lines
+
+
+def but_for(words: list[str], before: dict[str, list[str]]) -> list[str]:
+    """Return the words of a file, or the earlier file that has most of them and the difference from it."""
+    twin = min(before, key=lambda name: len({*words} ^ {*before[name]}), default="")
+    other = before.get(twin, [])
+    less, more = ([word for word in one if word not in two] for one, two in ((other, words), (words, other)))
+    if len(words) < 4 or 2 * len(less + more) > len(words):
+        return words
+    return [f"as {twin}", *(f"- {word}" for word in less), *(f"+ {word}" for word in more)]
 
 
 def inside(path: Path) -> list[str]:
@@ -130,9 +138,9 @@ def folders_text(place: Path) -> str:
         done(called(*small, "--data", "set", "--workers", "0", *saved, script=ROOT / "val.py"))
         source = ["--source", "set/images/val"]
         done(called(*small, *source, *saved, "--save-csv", "--save-crop", script=ROOT / "detect.py"))
-    lines = []
+    lines, before = [], dict[str, list[str]]()
     for run in sorted((place / "runs").glob("*/*")):
-        lines += [f"[{run.relative_to(place).as_posix()}]", *tree(run), ""]
+        lines += [f"[{run.relative_to(place).as_posix()}]", *tree(run, place, before), ""]
     return "\n".join(lines)
 
 

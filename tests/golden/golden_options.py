@@ -53,8 +53,8 @@ SAMPLES = {
 
 
 def options_text(_: Path) -> str:
-    """Return every option of every verb, a line each."""
-    sections = [_verb(path, command) for path, command in verbs()]
+    """Return every option of every verb, a line each; options that train has alike are named in one line."""
+    sections = _named_if_alike([_verb(path, command) for path, command in verbs()])
     sections += [[f"[keys of --{name}]", *_keys(load(name).settings)] for name in SCHEDULERS]
     sections.append(["[keys of a host in a fleet file]", *sorted(HOST_KEYS)])
     sections.append(["[keys of a recipe]", *_recipe_keys()])
@@ -99,6 +99,20 @@ def _verb(path: str, command: click.Command) -> list[str]:
             [row for row in rows if "  files " not in row],
         )
     return [title, *sorted(rows)]
+
+
+def _named_if_alike(sections: list[list[str]]) -> list[list[str]]:
+    """Return the sections of verbs in which the rows that train has, too, are one line with their flags."""
+    train = next(rows for title, *rows in sections if title == "[yolofleet train]")
+    of_train = {re.sub("  resume (as before|may change)", "", row) for row in train}
+    found = []
+    for title, *rows in sections:
+        alike = [row for row in rows if row in of_train] if rows != train else []
+        if len(alike) > 3:
+            flags = " ".join(row.partition("  ")[0] for row in alike)
+            rows = [*(row for row in rows if row not in alike), f"as train has them: {flags}"]
+        found.append([title, *rows])
+    return found
 
 
 def _setting(path: str, flags: str, model: type[Frozen], name: str) -> str:
