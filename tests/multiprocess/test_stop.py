@@ -118,15 +118,13 @@ def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path
 
 def test_a_stop_after_the_last_step_names_the_command_that_writes_the_report(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
-    args = train_args(
-        small_shapes(tmp_path), "--epochs", "1", "--device", "cpu", "--callbacks", "late.py:Late"
-    )
+    args = train_args(small_shapes(tmp_path), "--epochs", "1", "--callbacks", "late.py:Late")
     run = tmp_path / "runs" / "train" / "exp"
-    said = yolofleet(tmp_path, *args, code=75).err
+    said = in_ranks(tmp_path, 1, *args, code=75)
     assert "stopped on request after the last step" in said and "from : SIGTERM" in said
     command = next(line for line in said.splitlines() if "try  : " in line).partition("yolofleet ")[2]
     assert "--resume" in command and not (run / "results.json").exists()
-    yolofleet(tmp_path, *shlex.split(command))
+    in_ranks(tmp_path, 1, *shlex.split(command))
     assert results(run)["steps"] == int(list(csv.DictReader((run / "results.csv").open()))[-1]["step"])
 
 

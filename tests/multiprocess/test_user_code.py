@@ -166,8 +166,9 @@ def test_no_file_can_name_code(folder: Path) -> None:
 
 def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) -> None:
     weights = one / "weights" / "best.safetensors"
-    failed = yolofleet(folder, "val", "--weights", weights, "--data", "small shapes/data.yaml", code=3).err
-    assert "--recipe-class FILE.py:All" in failed
+    with working_in(folder):
+        failed = called("val", "--weights", weights, "--data", "small shapes/data.yaml")
+    assert failed.code == 3 and "--recipe-class FILE.py:All" in failed.err
 
 
 def test_a_failing_part_is_one_clear_message(folder: Path) -> None:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from commands import ran, yolofleet
+from commands import called, ran
 from small_data import write_picture
 from walks import sampled
 
@@ -250,8 +250,13 @@ def another_address(mirror: Path, victim: Path) -> Path:
     ),
 )
 def test_a_planted_link_or_address_is_refused_and_changes_no_file(
-    cache: Path, store: Path, tmp_path: Path, attack: Callable[[Path, Path], Path]
+    cache: Path,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attack: Callable[[Path, Path], Path],
 ):
+    monkeypatch.setenv("YOLOFLEET_DISK_CACHE", "20KiB")
     victim, mirror = tmp_path / "victim", mirror_in(cache, store)
     (victim / "sub").mkdir(parents=True)
     mirror.mkdir(parents=True)
@@ -260,20 +265,21 @@ def test_a_planted_link_or_address_is_refused_and_changes_no_file(
     planted = attack(mirror, victim)
     before = {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
     command = ("data", "check", f"file://{store}/data.yaml")
-    variables = {"YOLOFLEET_DISK_CACHE": "20KiB"}
-    told = yolofleet(tmp_path, *command, code=3, variables=variables).err
+    done = called(*command)
+    told = done.err
+    assert done.code == 3, told
     assert {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()} == before
     assert str(planted) in told.replace("\n         ", "") and "Traceback" not in told
     assert "delete" in told or "YOLOFLEET_CACHE" in told or "remove it" in told
     if planted.is_symlink():
         planted.unlink()
         if planted.parent.name.endswith("-7"):
-            told = yolofleet(tmp_path, *command, code=3, variables=variables).err
-            assert "has the files of no address" in told.replace("\n         ", "")
+            done = called(*command)
+            assert done.code == 3 and "has the files of no address" in done.err.replace("\n         ", "")
             shutil.rmtree(planted.parent)
     else:
         (planted / "address").unlink()
-    yolofleet(tmp_path, *command, variables=variables)
+    assert called(*command).code == 0
     assert {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()} == before
 
 

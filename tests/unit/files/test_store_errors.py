@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import environment, yolofleet
+from commands import called, environment
 from terminal import pseudo_terminal
 
 from yolofleet.data.datasets.pack import shard
@@ -265,8 +265,8 @@ def test_many_files_are_read_with_few_open_ones(tmp_path: Path):
 def test_no_file_is_made_if_the_named_one_does_not_exist(tmp_path: Path, cache: Path):
     store = folder_of_files(tmp_path / "store", 20)
     options = ("--model", "yolov5n", "--device", "cpu", "--dry-run")
-    told = yolofleet(tmp_path, "train", "--data", f"file://{store}/data.yaml", *options, code=2).err
-    assert f"{store}/data.yaml does not exist" in told
+    told = called("train", "--data", f"file://{store}/data.yaml", *options)
+    assert told.code == 2 and f"{store}/data.yaml does not exist" in told.err
     assert not list((cache / "objects").glob("*/tree/*"))
     (store / "data.yaml").write_text("train: .\nnames: [a]\n")
     assert load_dataset(f"file://{store}/data.yaml").within is not None
@@ -300,8 +300,9 @@ def test_an_update_that_was_killed_between_making_and_sizing_a_file_is_made_good
 @pytest.mark.parametrize("data", ["file:///usr/share/", "http://10.0.0.1/set/"])
 def test_no_file_of_a_stranger_chooses_a_disk_or_a_web_server(tmp_path: Path, cache: Path, data: str):
     (tmp_path / "config.yaml").write_text(f"data: {data}\nmodel: yolov5n\n")
-    told = yolofleet(tmp_path, "train", "--config", "config.yaml", "--dry-run", code=2).err
-    assert "a file must not choose" in told and "config.yaml:1" in told and f"--data {data}" in told
+    told = called("train", "--config", tmp_path / "config.yaml", "--dry-run")
+    assert told.code == 2 and "a file must not choose" in told.err
+    assert "config.yaml:1" in told.err and f"--data {data}" in told.err
     assert not list((cache / "objects").glob("*/tree/*"))
 
 
