@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, called, in_ranks, results, small_shapes, started, working_in
 from small_files import TINY_YAML
-from walks import sampled
 
 from yolofleet.storage.yaml_lines import read_yaml
 from yolofleet.support.system.proc import descendants, rank_of
@@ -45,22 +45,32 @@ def images_of_a_step(folder: Path, name: str, *words: str, ranks: int = 1) -> tu
     return int(stored["nominal_batch"].value), text, digest
 
 
-def test_weights_and_few_images_choose_the_recipe_on_every_fleet(folder: Path) -> None:
-    images, text, alone = images_of_a_step(folder, "alone")
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[int, str, str]:
+    return images_of_a_step(folder, "alone")
+
+
+def test_weights_and_few_images_choose_the_recipe_on_every_fleet(
+    folder: Path, alone: tuple[int, str, str]
+) -> None:
+    images, text, digest = alone
     assert images == 16 and text.count(NOTE) == 1 and "recipe made for 16 images a step" in text
     images, text, together = images_of_a_step(folder, "together", ranks=2)
-    assert images == 16 and text.count(NOTE) == 1 and together == alone
-    named = images_of_a_step(folder, "named", "--recipe", "finetune")
-    assert named[0] == 16 and NOTE not in named[1] and named[2] == alone
+    assert images == 16 and text.count(NOTE) == 1 and together == digest
+    named = images_of_a_step(
+        folder, "named", "--recipe", "finetune", "--set", "size_high=1.5", "--max-steps", "1"
+    )
+    assert named[0] == 16 and NOTE not in named[1]
+    assert "64 px, in training 64 to 96 px, drawn for each step" in named[1]
 
 
-def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
+def test_a_resumed_run_keeps_the_recipe(folder: Path, alone: tuple[int, str, str]) -> None:
     images_of_a_step(folder, "short", "--max-steps", "1")
     with working_in(folder):
         done = called("train", "--resume", "runs/train/short", "--max-steps", "0")
         assert done.code == 0 and NOTE not in done.err and "recipe made for 16 images a step" in done.out
         whole = results(Path("runs/train/short"))["weights_sha256"]
-    assert whole == images_of_a_step(folder, "whole")[2]
+    assert whole == alone[2]
 
 
 @pytest.mark.slow
@@ -91,7 +101,7 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "images"),
-    sampled([
+    [
         (("--recipe", "scratch-low"), 64),
         (("--nominal-batch", "32"), 32),
         (("--batch", "20"), 16),  # the recipe does not depend on a typed batch
@@ -101,14 +111,15 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
         (("--recipe", "demo"), 16),
         (("--recipe", "dfine-few"), 8),
         (("--data", "set/data.yaml"), 64),  # the weights know the classes
-    ], 4),
-)  # fmt: skip
+    ],
+)
 def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], images: int) -> None:
-    name = "-".join(words).strip("-").replace("=", "-").replace("/", "-")
-    stored, text, _ = images_of_a_step(folder, name, "--max-steps", "1", *words)
-    assert stored == images and (NOTE in text) == ("fliplr=0" in words)
-    assert ("64 px, in training 64 to 96 px, drawn for each step" in text) == ("size_high=1.5" in words)
-    assert text.count("warning: recipe dfine-few was made for the family dfine") == ("dfine-few" in words)
+    argv = ["train", "--data", "set/new.yaml", "--weights", "start.safetensors", *RUN, *words, "--dry-run"]
+    with working_in(folder):
+        done = called(*argv)
+    assert done.code == 0 and re.search(rf"nominal_batch +{images}\b", done.out), done.out + done.err
+    assert (NOTE.removeprefix("note: ") in done.out) == ("fliplr=0" in words)
+    assert done.out.count("warning: recipe dfine-few was made for the family dfine") == ("dfine-few" in words)
 
 
 def test_a_dry_run_decides_as_the_run_does(folder: Path) -> None:

@@ -45,13 +45,7 @@ def test_a_training_on_all_images_ends_with_weights_and_a_report_and_goes_on(fol
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["--val-period", "0"],
-        ["--val-overlap"],
-        ["--stage", "staged"],
-        ["--cache", "disk"],
-        ["--fraction", "0.5"],
-    ],
+    [["--val-period", "0"], ["--val-overlap", "--stage", "staged", "--cache", "disk", "--fraction", "0.5"]],
 )
 def test_settings_of_validations_have_no_effect(folder, data, more):
     done = called(*train_args(data, "--epochs", "1", "--name", "run", *more))
