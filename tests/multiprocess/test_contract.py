@@ -175,7 +175,7 @@ def kill_chain(folder: Path, args: list, chance: random.Random, *, steps: range,
     assert results(run)["metrics"] == whole["metrics"]
 
 
-SHARES = [(1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (4.0, 0.0, 2.0)]
+SHARES = [(3.0, 1.0), (4.0, 0.0, 2.0)]
 STEP_MICRO_BATCHES, IMAGES, IMG = 6, 2, 64
 
 

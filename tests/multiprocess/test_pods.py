@@ -10,7 +10,7 @@ from commands import SMALL, in_ranks, kill, small_shapes, started_ranks
 
 
 def test_two_pods_train_one_run_with_the_weights_of_one_process(tmp_path: Path) -> None:
-    options = [*SMALL, "--epochs", "2", "--threads", "1", "--reduce", "exact", "--device", "cpu"]
+    options = [*SMALL, "--epochs", "1", "--val-period", "0", "--reduce", "exact", "--device", "cpu"]
     argv: list[str | Path] = ["train", "--data", small_shapes(tmp_path), *options]
     in_ranks(tmp_path, 1, *argv, "--name", "alone")
 

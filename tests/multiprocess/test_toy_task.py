@@ -21,7 +21,7 @@ TOY = Path(__file__).resolve().parents[1] / "toy_task" / "circles.py"
 CODE = ["--recipe-class", "circles.py:Circular"]
 SMALL = ["--img", "64", "--batch", "6", "--nominal-batch", "6", "--micro-batch", "2", "--workers", "0"]
 RUN = ["train", "--data", "small shapes/data.yaml", "--model", "circles-n", *CODE, *SMALL, "--threads", "1"]
-RUN += ["--epochs", "2", "--reduce", "exact", "--save-steps", "1", "--keep-last", "9"]
+RUN += ["--epochs", "2", "--reduce", "exact"]
 DATA = ["--data", "small shapes/data.yaml", "--img", "64", "--workers", "0", "--no-plots"]
 
 
@@ -129,6 +129,6 @@ def test_every_number_of_processes_and_a_resume_give_the_same_weights_and_figure
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
     assert results(run)["metrics"] == results(one)["metrics"]
     run = folder / "runs" / "train" / "killed"
-    killed_in_the_middle(folder, run, *RUN)
+    killed_in_the_middle(folder, run, *RUN, "--save-every", "1steps", "--keep-last", "9")
     in_ranks(folder, 1, "train", "--resume", run, *CODE)
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]

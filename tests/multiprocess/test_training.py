@@ -99,19 +99,18 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     ]
 
 
-def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
+def test_validation_figures_are_equal_to_the_last_digit_on_1_and_3_processes(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
     weights = whole["one"] / "weights" / "last.safetensors"
     figures = []
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         name = f"cpu{ranks}"
         in_ranks(folder, ranks, "val", "--weights", weights, "--data", data, "--img", "64",
                  "--batch", "4", "--name", name, "--no-plots", "--threads", "1")  # fmt: skip
         found = results(folder / "runs" / "val" / name)
         figures.append((found["metrics"], found["per_class"], found["images"]))
-    assert figures[0] == figures[1] == figures[2]
-    assert figures[0][2] == 10
+    assert figures[0] == figures[1] and figures[0][2] == 10
 
 
 def test_a_validation_beside_the_training_changes_no_figure(
