@@ -82,15 +82,9 @@ def test_help_of_a_verb_shows_every_setting_under_its_heading(cli):
         assert "Input:\n" in out and "Execution:\n" in out
 
 
-GUIDES = [  # command lines of the well-known guides
+GUIDES = [  # command lines of the well-known guides; tests/unit/config/test_aliases.py has the spellings
     ("--data coco.yaml --epochs 300 --weights '' --cfg yolov5s.yaml --batch-size 32",
      {"data": "coco.yaml", "epochs": "300", "cfg": "yolov5s.yaml", "batch": "32"}),
-    ("--batch 64 --data coco.yaml --weights yolov5s.pt --device 0,1", {"batch": "64", "device": "0,1"}),
-    ("--local-rank=1 --batch 64 --data coco.yaml --cfg yolov5s.yaml --weights ''", {"batch": "64"}),
-    ("--batch 128 --data ./data/coco.yaml --cfg yolov5s.yaml", {"data": "./data/coco.yaml"}),
-    ("--batch-size 16 --data coco_profile.yaml --weights yolov5l.pt --epochs 1 --device 0", {"device": "0"}),
-    ("--data coco.yaml --weights yolov5s.pt --batch 64 --device 0,1 --epochs 3 --img 640",
-     {"img": "640", "epochs": "3"}),
     ("--data d --weights w.pt --sync-bn --hyp hyp.scratch-high.yaml --cache --freeze 0 1 2",
      {"sync_bn": "true", "recipe": "hyp.scratch-high.yaml", "cache": "ram", "freeze": "0,1,2"}),
 ]  # fmt: skip
@@ -213,18 +207,13 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [
-        ("trian", 2, "did you mean train?"),
         ("detect", 2, "did you mean predict?"),
         ("sing", 2, "verbs: train, tune, val, predict"),
         ("data chekc x", 2, "did you mean check?"),
         ("--verson", 2, "--verson"),
-        ("train --epohcs 3", 2, "did you mean --epochs?"),
         ("train coco.yaml", 2, "coco.yaml"),
         ("train", 2, "--data is missing"),
-        ("train --data d", 2, "no model"),
-        ("train --data d --model m --epochs none", 2, "--epochs none is not a whole number\n  from : command line"),
         ("train --data d --model m --config no.yaml", 2, "no.yaml does not exist"),
-        ("train --data d --model m --batch_size 40 --micro-batch 16", 2, "--batch 48, or --micro-batch 8, 10 or 20"),
         ("train --data no.yaml --model yolov5n --evolve 3", 2, "no.yaml"),
         ("val --data d", 2, "--weights is missing"),
         ("predict --weights w", 2, "--source is missing"),
@@ -336,8 +325,9 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
     assert process.returncode == 141  # as other programs in a pipe
 
 
-def test_random_flags_and_values_never_end_in_a_traceback(capsys):
-    """800 command lines from a fixed seed: known and mangled flags with values of every kind."""
+@pytest.mark.parametrize("lines", [250, pytest.param(800, marks=pytest.mark.slow)])
+def test_random_flags_and_values_never_end_in_a_traceback(capsys, lines):
+    """Command lines from a fixed seed: known and mangled flags with values of every kind."""
     draw = random.Random(20)
     values = ["", "-1", "0", "1", "3", "1e-3", "nan", "inf", "true", "x", "0,1", "cpu:2", "é\n", "--", "-", "=", "a=b",
               "9" * 30, "{", "[1", "*a", "&a", "!!x", "none", ".", "\x00", "a" * 5000, "lr0=1", "lr0={", "\udcff"]  # fmt: skip
@@ -346,7 +336,7 @@ def test_random_flags_and_values_never_end_in_a_traceback(capsys):
         for verb, model in (("train", TrainConfig), ("val", ValConfig), ("predict", PredictConfig))
     }
     codes = set()
-    for _ in range(800):
+    for _ in range(lines):
         verb = draw.choice(list(flags))
         # a setting that is missing ends each of them before any work begins
         argv = [
@@ -382,27 +372,11 @@ def test_random_flags_and_values_never_end_in_a_traceback(capsys):
 # -- data
 
 
-def test_data_verbs_make_check_and_count(cli, tmp_path):
-    code, out, _ = cli(
-        "data", "make", "shapes", "--out", "set", "--images", "6", "--val-images", "3", "--img", "96"
-    )
+def test_a_set_is_made_in_an_empty_folder_only(cli):
+    argv = ["data", "make", "shapes", "--out", "set", "--images", "6", "--val-images", "3", "--img", "96"]
+    code, out, _ = cli(*argv)
     assert code == 0 and Path(out.strip()).is_file()
-    assert cli("data", "make", "shapes", "--out", "set")[0] == 2  # not over something
-
-    code, out, err = cli("data", "check", "set")
-    assert (code, err) == (0, "") and "train" in out and "val" in out
-
-    code, out, err = cli("data", "stats", "set", "--split", "train")
-    assert code == 0 and "train: 6 images" in out and "triangle" in out
-
-    label = sorted((tmp_path / "set" / "labels" / "train").glob("*.txt"))[0]
-    lines = label.read_text().splitlines()
-    label.write_text("\n".join([*lines, "7 0.5 0.5 0.1 0.1", lines[0]]))
-    code, out, err = cli("data", "check", "set")
-    assert code == 3 and "loses images or labels" in err
-    assert (
-        f"labels/train/{label.name}:{len(lines) + 1}: class 7 but names has 4 (0..3) -> train refuses" in out
-    )
+    assert cli(*argv)[0] == 2
 
 
 def test_data_list_knows_the_built_in_sets(cli):
@@ -437,21 +411,13 @@ def test_checkpoints_are_listed_and_verified(cli, tmp_path):
     assert "1 of 2 checkpoints are broken" in err
 
 
-def test_weights_are_inspected_without_executing_them(cli, tmp_path):
-    code, out, _ = cli("weights", "inspect", str(reference("weights/yolov5n.pt")), "--json", "facts.json")
-    facts = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))
-    assert code == 0 and "yolov5n" in out
-    assert (facts["model"], facts["classes"], facts["names"][0], facts["strides_px"]) == (
-        "yolov5n", 80, "person", [8, 16, 32],
-    )  # fmt: skip
-    assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6]
-
+def test_the_folder_of_a_run_means_its_best_weights_as_for_val_and_export(cli, tmp_path):
     (tmp_path / "run/weights").mkdir(parents=True)
     assert (
         cli("weights", "convert", str(reference("weights/yolov5n.pt")), "run/weights/best.safetensors")[0]
         == 0
     )
-    for verb in ("inspect", "verify"):  # the folder of a run means its best weights, as for val and export
+    for verb in ("inspect", "verify"):
         code, out, _ = cli("weights", verb, "run")
         assert code == 0 and str(Path("run/weights/best.safetensors")) in out
 
@@ -500,19 +466,6 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
 def test_commands_of_ultralytics_are_refused_with_the_whole_command(cli, line, says):
     code, _, err = cli(*line.split())
     assert code == 2 and f"  try  : {says}\n" in err
-
-
-@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.slow)])
-def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
-    argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
-    argv += [
-        str(ROOT / "train.py"),
-        *("--batch", "64", "--data", "shapes", "--cfg", "yolov5s.yaml", "--dry-run"),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes, started by torchrun") == 2
 
 
 @pytest.mark.parametrize(

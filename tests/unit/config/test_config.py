@@ -121,9 +121,7 @@ def test_a_value_that_cannot_be_used_is_named_with_what_would_do(given, says):
 NEGATIVE = {("batch", "-1"), ("micro_batch", "-1"), ("workers", "-1")}  # -1: measured, or by the cores
 
 
-@pytest.mark.parametrize(
-    "value", ["-1", "-5", "-80", "-0.5", "nan", "inf", "-inf", "1e300", "1e400", "9" * 30]
-)
+@pytest.mark.parametrize("value", ["-1", "-80", "-0.5", "nan", "inf", "1e300", "9" * 30])
 def test_no_number_is_negative_infinite_or_absurd(value):
     models: list[type[BaseModel]] = [TrainConfig, TuneConfig, PlanConfig, PlanProbeConfig, BenchStartConfig]
     models += [BenchScalingConfig, BenchConfig, ValConfig, PredictConfig, ExportConfig]

@@ -72,18 +72,6 @@ def test_every_text_of_every_verb_is_known_to_read_only_or_counts_on_the_command
             assert not may_be_in_files(field) or name in READ | WORDS | NEW_FOLDERS, (verb, name)
 
 
-def test_what_reaches_hosts_programs_and_old_files_counts_on_the_command_line_only() -> None:
-    assert {name for verb, name in TYPED if verb == "train"} == {
-        "allow",
-        "hosts", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice", "min_devices",
-        "detach", "recipe_class", "callbacks", "quiet", "checkpoint_to",
-    }  # fmt: skip
-    assert {("val", "json_out"), ("bench", "json_out"), ("selftest", "json_out")} <= {*TYPED}
-    assert {("export", "out"), ("export", "json_out"), ("doctor", "fleet"), ("predict", "exist_ok")} <= {
-        *TYPED
-    }
-
-
 @pytest.mark.parametrize(("verb", "name"), TYPED)
 def test_a_setting_of_the_command_line_is_refused_in_a_file(tmp_path: Path, verb: str, name: str) -> None:
     model, resolver, needed = MODELS[verb]

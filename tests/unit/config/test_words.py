@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,11 @@ def test_commands_of_other_tasks_say_that_there_are_only_boxes_and_masks() -> No
     assert "no tracking" in text_of(called("track", "source=x"))
 
 
+@cache
+def predictor() -> Predictor:
+    return Predictor(build_model(describe("yolov5n"), 1), PredictConfig(img=64, device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
@@ -106,11 +112,9 @@ def test_commands_of_other_tasks_say_that_there_are_only_boxes_and_masks() -> No
     ],
 )
 def test_settings_of_other_trainers_name_ours_in_python(setting: dict, named: str) -> None:
-    made = build_model(describe("yolov5n"), 1)
-    predictor = Predictor(made, PredictConfig(img=64, device="cpu"))
     for call in (
         lambda: resolve_predict({"weights": "a.pt", "source": "b.jpg", **setting}, source="test"),
-        lambda: predictor.predict("b.jpg", **setting),
+        lambda: predictor().predict("b.jpg", **setting),
     ):
         with pytest.raises(ConfigError) as problem:
             call()
