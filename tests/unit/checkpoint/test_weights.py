@@ -1,6 +1,5 @@
 """Weights files: ours round-trip whole or not at all; YOLOv5's are read in each of their forms."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -307,13 +306,6 @@ def test_other_networks_of_rows_are_read(tmp_path, foreign, description):
         assert torch.equal(ours, theirs)
 
 
-def test_the_old_anchor_grid_is_left_out(tmp_path, model, foreign):
-    root = foreign(model)
-    root.model._modules["24"].register_buffer("anchor_grid", torch.ones(3, 1, 3, 1, 1, 2))
-    torch.save({"model": root}, tmp_path / "v5.pt")
-    assert "model.24.anchor_grid" not in read_weights(tmp_path / "v5.pt").tensors
-
-
 def test_other_activations_and_modules_are_refused(tmp_path, model, foreign):
     torch.save({"model": foreign(model, activation=torch.nn.LeakyReLU)}, tmp_path / "v3.pt")
     with pytest.raises(CheckpointError, match="activation LeakyReLU") as problem:
@@ -448,17 +440,6 @@ def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"has a config\.json, but no model\.safetensors"):
         resolve_weights(str(tmp_path))
-
-
-def test_the_header_is_json_that_other_programs_can_read(tmp_path, model):
-    write_weights(tmp_path / "w.safetensors", weights_of(model))
-    content = (tmp_path / "w.safetensors").read_bytes()
-    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    values = json.loads(metadata["weights"])
-    assert values["family"] == "yolov5"
-    assert values["names"] == list(NAMES)
-    assert values["strides"] == [8, 16, 32]
-    assert values["anchors_px"][0][0] == [10, 13]
 
 
 def test_pretrained_weights_are_of_the_family_of_the_network():

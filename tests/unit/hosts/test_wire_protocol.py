@@ -79,14 +79,17 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         made.close()
 
 
-@pytest.mark.parametrize("missing", ["time_s", "software", "protocol", "platform"])
-@pytest.mark.parametrize("value", [..., [], None, "x", 1e300])
+@pytest.mark.parametrize(
+    ("missing", "value"),
+    [
+        *((name, ...) for name in ("time_s", "software", "protocol", "platform")),
+        *(("time_s", "x"), ("software", None), ("protocol", 1e300), ("platform", [])),
+    ],
+)
 def test_a_greeting_that_lacks_something_is_nobodys(begin: Begin, missing: str, value: Any) -> None:
     hello = {**HELLO, "type": "hello", missing: value}
     if value is ...:
         del hello[missing]
-    if missing == "platform" and value == "x":
-        return  # another system, which is refused by name
     with pytest.raises(Unreachable, match=STRANGER):
         begin(hello, b"").open()
 

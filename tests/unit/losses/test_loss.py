@@ -5,8 +5,6 @@ import pytest
 import torch
 from label_rows import of_images, shapes_of
 
-from yolofleet.families.build import build_model, family_loss
-from yolofleet.families.networks.description import describe
 from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.support.errors import ConfigError
@@ -199,13 +197,3 @@ def test_more_levels_than_have_a_balance_are_refused():
         Yolov5Loss(
             anchors_px=torch.ones(6, 3, 2), strides=[8] * 6, nc=1, recipe=Yolov5Hyperparameters(), img=64
         )
-
-
-def test_the_familys_loss_trains_the_familys_model():
-    description = describe("yolov5n")
-    model = build_model(description, 3, seed=0)
-    loss = family_loss(model, Yolov5Hyperparameters(), 64)
-    raws = model(torch.zeros(1, 3, *SIZE_HW).contiguous(memory_format=torch.channels_last))
-    sums = loss.sums(raws, loss.match(labels(label(0, 0, 30, 30, 10, 12)), 1, SIZE_HW))
-    (sums * loss.gains).sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
