@@ -18,7 +18,7 @@ IMAGES, LABELLED = 24, 4
 DATA = ["--data", "small shapes/data.yaml", "--img", "64", "--workers", "0", "--no-plots"]
 RUN = [
     *("train", *DATA, "--model", "yolov5n-seg", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "1"),
-    *("--threads", "1", "--epochs", "2", "--reduce", "exact", "--save-every", "1steps", "--keep-last", "9"),
+    *("--threads", "1", "--epochs", "2", "--reduce", "exact"),
     *("--set", "copy_paste=0.5", "--set", "mosaic=0.5", "--set", "warmup_epochs=0"),
 ]
 
@@ -48,7 +48,6 @@ def one(folder: Path) -> str:
 
 
 def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(folder: Path, one: str) -> None:
-    assert trained(folder, "two", 2) == one
     assert trained(folder, "three", 3) == one
     assert trained(folder, "uneven", 2, "--shares", "7,1") == one
     rows = [line.split(",") for line in (folder / "runs/train/one/results.csv").read_text().splitlines()]
@@ -61,7 +60,7 @@ def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
     folder: Path, one: str
 ) -> None:
     run = folder / "runs" / "train" / "killed"
-    killed_in_the_middle(folder, run, *RUN)
+    killed_in_the_middle(folder, run, *RUN, "--save-every", "1steps", "--keep-last", "9")
     in_ranks(folder, 1, "train", "--resume", run)
     assert results(run)["weights_sha256"] == one
 
