@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 import yaml
+from hostile import zipped
 from web import Web, item_of, status, web, whole
 
 from yolofleet import config
@@ -50,14 +50,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Web]:
 
 def image(value: int, width: int = 40, height: int = 20) -> bytes:
     return cv2.imencode(".png", np.full((height, width, 3), value, np.uint8))[1].tobytes()
-
-
-def zip_of(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        for name, content in files.items():
-            file.writestr(name, content)
-    return buffer.getvalue()
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
@@ -130,7 +122,7 @@ def test_coco128_comes_to_where_its_name_is_looked_for(server, monkeypatch):
         "coco128/labels/train2017/000000000009.txt": b"45 0.5 0.5 0.2 0.4\n",
         "coco128/README.txt": b"read me",
     }
-    publish(server, monkeypatch, "coco128", {"coco128.zip": zip_of(files)})
+    publish(server, monkeypatch, "coco128", {"coco128.zip": zipped(files)})
     assert get("coco128") == Path("datasets/coco128")
     index = build_index(load_dataset("coco128"), "train")
     assert (len(index), index.classes.tolist()) == (1, [45])
@@ -149,7 +141,7 @@ class Terminal(io.StringIO):
 def test_a_data_set_is_downloaded_when_the_user_says_so_and_never_silently(server, monkeypatch, capsys):
     files = {f"coco128/images/train2017/{i}.jpg": image(i) for i in range(2)}
     files |= {f"coco128/labels/train2017/{i}.txt": b"0 0.5 0.5 0.5 0.5\n" for i in range(2)}
-    publish(server, monkeypatch, "coco128", {"coco128.zip": zip_of(files)})
+    publish(server, monkeypatch, "coco128", {"coco128.zip": zipped(files)})
     # layers that the network lacks end the run after its data set was read
     train = ["train", "--data", "coco128.yaml", "--model", "yolov5n", "--freeze", "99", "--device", "cpu"]
     assert main(train) == 3  # no terminal here: the message says how
@@ -164,7 +156,7 @@ def test_a_data_set_is_downloaded_when_the_user_says_so_and_never_silently(serve
 
 def test_at_a_terminal_a_download_is_offered(server, monkeypatch):
     publish(
-        server, monkeypatch, "coco128", {"coco128.zip": zip_of({"coco128/images/train2017/0.jpg": image(0)})}
+        server, monkeypatch, "coco128", {"coco128.zip": zipped({"coco128/images/train2017/0.jpg": image(0)})}
     )
 
     def answered(text: str) -> tuple[int, str]:
@@ -206,18 +198,18 @@ def coco_files() -> dict[str, bytes]:
         return json.dumps({"images": images, "annotations": boxes, "categories": categories}).encode()
 
     def pictures(split: str, first: int) -> bytes:
-        return zip_of({f"{split}/{first + i:012}.png": image(i) for i in (0, 1)})
+        return zipped({f"{split}/{first + i:012}.png": image(i) for i in (0, 1)})
 
     annotations = {
         f"annotations/instances_{s}2017.json": instances(n) for s, n in (("train", 1), ("val", 11))
     }
     about = {"images": [{"file_name": "7.png", "id": 7, "width": 1, "height": 1}], "categories": []}
     return {
-        "annotations_trainval2017.zip": zip_of(annotations),
+        "annotations_trainval2017.zip": zipped(annotations),
         "train2017.zip": pictures("train2017", 1),
         "val2017.zip": pictures("val2017", 11),
-        "test2017.zip": zip_of({"test2017/7.png": image(7)}),
-        "image_info_test2017.zip": zip_of(
+        "test2017.zip": zipped({"test2017/7.png": image(7)}),
+        "image_info_test2017.zip": zipped(
             {"annotations/image_info_test-dev2017.json": json.dumps(about).encode()}
         ),
     }

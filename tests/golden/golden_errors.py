@@ -310,7 +310,9 @@ def outcome(case: Case, place: Path) -> dict[str, object]:
     told: dict[str, object] = {"mistake": case.title, "exit": done.code, "error": kind}
     if changed := sorted(path for path in {*before, *after} if before.get(path) != after.get(path)):
         told["changed"] = changed
-    return told if case.varies else told | {"first_line": first.replace(str(place), "{here}")}
+    if not case.varies:
+        told["first_line"] = first.replace(str(place), "{here}")
+    return told
 
 
 def outcomes(place: Path, every: int = 1) -> Iterator[dict[str, object]]:

@@ -67,3 +67,13 @@ def some(values: Any) -> np.ndarray:
         step += 1
     norm = np.linalg.norm(array.astype(np.float64))
     return np.append(array.reshape(-1)[::step], norm).astype(array.dtype)
+
+
+def labels_of(targets: Any, kind: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+    """Return the labels as the packages read them, image by image."""
+    found = []
+    for boxes, names in zip(targets.boxes, targets.classes, strict=True):
+        real = names >= 0
+        parts = torch.from_numpy(boxes[real]).to(kind), torch.from_numpy(names[real])
+        found.append(dict(zip(("boxes", "class_labels"), parts, strict=True)))
+    return found

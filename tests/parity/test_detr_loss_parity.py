@@ -16,7 +16,7 @@ import pytest
 import torch
 from conditioning import compare, perturbed
 from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, labels, raws
-from of_transformers import each_result, some
+from of_transformers import each_result, labels_of, some
 
 from yolofleet.families.dfine.decoder import bin_values
 from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
@@ -47,16 +47,6 @@ def perturbed_raws(images, noisy, *, dfine, seed=0):
     made = type(drawn)(*(perturbed(part.detach()).requires_grad_() for part in drawn))
     kind = torch.float32 if dfine else torch.float64
     return made, type(made)(*(part.detach().to(kind, copy=True).requires_grad_() for part in made))
-
-
-def labels_of(targets, kind=torch.float64):
-    """The labels as the reference reads them, image by image."""
-    found = []
-    for boxes, names in zip(targets.boxes, targets.classes, strict=True):
-        real = names >= 0
-        parts = torch.from_numpy(boxes[real]).to(kind), torch.from_numpy(names[real])
-        found.append(dict(zip(("boxes", "class_labels"), parts, strict=True)))
-    return found
 
 
 def results_of(terms, weighted, raw):

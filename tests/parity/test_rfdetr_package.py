@@ -17,7 +17,7 @@ import pytest
 import torch
 from conditioning import compare
 from detr_raws import CLASSES, labels
-from of_transformers import each_result, some
+from of_transformers import each_result, labels_of, some
 from safetensors.torch import load_file
 from test_rfdetr_parity import (
     COUNTS,
@@ -25,7 +25,6 @@ from test_rfdetr_parity import (
     MEAN,
     SMALL,
     images,
-    labels_of,
     loss_of,
     ours_by_formula,
     predicted,
@@ -139,7 +138,7 @@ def test_losses_and_gradients_of_a_training_pass_are_those_of_the_package(counts
 
     def ask():
         reference, criterion = theirs(model)
-        wanted = [{"labels": of.pop("class_labels"), **of} for of in labels_of(targets)]
+        wanted = [{"labels": of.pop("class_labels"), **of} for of in labels_of(targets, torch.float32)]
         losses = criterion(reference((x - MEAN) / DEVIATION, wanted), wanted)
         weighed = {
             key: value * criterion.weight_dict[key]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conditioning import compare, perturbed
 from detr_raws import CLASSES, labels
-from of_transformers import each_result, some, transformers
+from of_transformers import each_result, labels_of, some, transformers
 
 from yolofleet.families.build import build_model, family_loss, outline
 from yolofleet.families.rfdetr.description import PRESETS, RfdetrDescription
@@ -161,16 +161,6 @@ def test_predictions_are_those_of_transformers(name):
             compare(some(found[key])[-1], values[-1], rtol=2e-4, name=f"{key} (norm)")
 
 
-def labels_of(targets, kind=torch.float32):
-    """The labels as the reference reads them, image by image."""
-    found = []
-    for boxes, names in zip(targets.boxes, targets.classes, strict=True):
-        real = names >= 0
-        parts = torch.from_numpy(boxes[real]).to(kind), torch.from_numpy(names[real])
-        found.append(dict(zip(("boxes", "class_labels"), parts, strict=True)))
-    return found
-
-
 def loss_of(model):
     return family_loss(model, DetrGains(), 96)
 
@@ -221,7 +211,7 @@ def test_terms_and_gradients_are_those_of_transformers(counts):
         )  # fmt: skip
         layers = [theirs[key].transpose(0, 1) for key in ("all_logits", "all_boxes")]
         whole, losses, _ = LwDetrForObjectDetectionLoss(
-            layers[0][-1], labels_of(targets, torch.float64), "cpu", layers[1][-1], config, *layers,
+            layers[0][-1], labels_of(targets), "cpu", layers[1][-1], config, *layers,
             theirs["cell_logits"], theirs["cell_boxes"],
         )  # fmt: skip
         groups = d.groups if sum(COUNTS[counts]) else 1  # it divides by at least 1, whatever the groups
@@ -258,7 +248,7 @@ def test_gradients_of_all_parameters_are_those_of_transformers():
 
     def ask():
         reference = with_weights_of(model)
-        whole = reference(pixel_values=(x - MEAN) / DEVIATION, labels=labels_of(targets)).loss
+        whole = reference(pixel_values=(x - MEAN) / DEVIATION, labels=labels_of(targets, torch.float32)).loss
         (whole * 5).backward()
         theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
         groups: dict[str, list[float]] = {}

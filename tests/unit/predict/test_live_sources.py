@@ -11,7 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from small_data import write_picture
+from small_data import encoded, write_picture
 from small_weights import saved, untrained
 
 from yolofleet.config.load import resolve_predict
@@ -26,12 +26,6 @@ from yolofleet.support.errors import ConfigError, DataError
 PICTURE = np.full((40, 60, 3), (10, 120, 240), np.uint8)
 
 
-def encoded(suffix=".png"):
-    done, data = cv2.imencode(suffix, PICTURE)
-    assert done
-    return data.tobytes()
-
-
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path.startswith("/away"):
@@ -44,13 +38,13 @@ class Answers(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
             self.end_headers()
             for _ in range(30):
-                part = encoded(".jpg")
+                part = encoded(PICTURE)
                 self.wfile.write(b"--frame\r\nContent-Type: image/jpeg\r\n")
                 self.wfile.write(b"Content-Length: %d\r\n\r\n" % len(part) + part + b"\r\n")
             return
         self.send_header("Content-Type", "image/png")
         self.end_headers()
-        self.wfile.write(encoded())
+        self.wfile.write(encoded(PICTURE, ".png"))
 
     def log_message(self, *_):
         pass
@@ -147,9 +141,9 @@ def given_on_stdin(monkeypatch, content):
 
 
 def test_standard_input_is_a_picture_or_a_list_of_paths(monkeypatch, tmp_path):
-    (frame,) = given_on_stdin(monkeypatch, encoded())
+    (frame,) = given_on_stdin(monkeypatch, encoded(PICTURE, ".png"))
     assert (frame.image == PICTURE).all() and frame.path == "standard input"
-    (tmp_path / "ä b.png").write_bytes(encoded())
+    (tmp_path / "ä b.png").write_bytes(encoded(PICTURE, ".png"))
     (frame,) = given_on_stdin(monkeypatch, f"# pictures\n{tmp_path / 'ä b.png'}\n".encode())
     assert frame.is_file and (frame.image == PICTURE).all()
     for wrong in (b"", b"\xff\xfe\x00", b"a\0b"):
@@ -192,7 +186,7 @@ def test_the_python_interface_reads_urls_and_refuses_sources_without_an_end(serv
 
 def test_results_draw_write_cut_and_list(model, tmp_path):
     predictor = Predictor(model, PredictConfig(img=64, device="cpu", conf=0.003, max_det=3))
-    results = predictor.predict([PICTURE, encoded()])
+    results = predictor.predict([PICTURE, encoded(PICTURE, ".png")])
     assert [image.shape for image in results.render()] == [PICTURE.shape] * 2
     assert "array" not in str(results)
     assert f"<Prediction of image 0, 60 x 40 px: {results[0].counts()}>" in str(results)
