@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.schema import PREFETCH, TrainConfig, ValConfig
+from yolofleet.config.schema import MOST_LOADERS, PREFETCH, TrainConfig, ValConfig
 from yolofleet.config.schema.verbs import DoctorConfig
 from yolofleet.support.device_names import ALL, gpu_ids, numbered, processes_of
 
@@ -136,7 +136,8 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
     ranks = 1 if wanted.one_process else processes_of(device)
     named = tuple(dict.fromkeys(gpu_ids(device))) if by_number(device) else ()
     on_gpu = bool(named) or (device == "auto" and gpus > 0)
-    default_workers = max(1, min(8, cores // ranks)) if on_gpu else 0
+    # as training/parallel/process.py chooses them
+    default_workers = max(1, min(MOST_LOADERS, cores // ranks - 1)) if on_gpu else 0
     workers = wanted.workers if wanted.workers >= 0 else default_workers
     return ResourceEstimate(wanted, ranks, workers, on_gpu, named)
 

@@ -19,7 +19,7 @@ import yolofleet
 from yolofleet.cli import doctor as cli_doctor
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.schema import MOST_LOADERS, TrainConfig
 from yolofleet.fleet.doctor.findings import (
     LEVELS,
     Finding,
@@ -452,7 +452,8 @@ def test_what_a_run_needs_follows_its_settings() -> None:
     assert "assumed" not in need.text
     measured = resources_of(TrainConfig(batch=-1, device="cpu"))
     assert "8 images of 640 px (assumed: the run measures" in estimate_of(measured, cores=8, gpus=0).text
-    assert estimate_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 4
+    assert estimate_of(resources_of(TrainConfig(device="0,1")), cores=8, gpus=2).workers == 3
+    assert estimate_of(resources_of(TrainConfig(device="0")), cores=64, gpus=1).workers == MOST_LOADERS
     assert estimate_of(resources_of(TrainConfig(device="0,1", parallel="dp")), cores=8, gpus=2).ranks == 1
 
 

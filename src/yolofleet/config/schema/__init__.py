@@ -9,6 +9,7 @@ The names below are those of a training and its validation, which every rank nee
 
 from yolofleet.config.schema.fields import AUTO as AUTO
 from yolofleet.config.schema.fields import HEADINGS as HEADINGS
+from yolofleet.config.schema.fields import MOST_LOADERS as MOST_LOADERS
 from yolofleet.config.schema.fields import PREFETCH as PREFETCH
 from yolofleet.config.schema.fields import Frozen as Frozen
 from yolofleet.config.schema.fields import Natural as Natural

@@ -147,6 +147,7 @@ def file_of_weights(weights: Any) -> Any:
 QUIET_HELP = "print only errors and the result: no header, notes, warnings, tables or progress"
 MAX_SIDE_PX = 32_768  # of an image for inference; one of this size has 3 GiB
 PREFETCH = 4  # micro-batches that each loader process prepares ahead
+MOST_LOADERS = 32  # loader processes of a rank with a GPU, by default
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
 Weights = Annotated[str, BeforeValidator(file_of_weights)]

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
+from yolofleet.config.schema import MOST_LOADERS
 from yolofleet.fleet.plan.inputs import AUTO_SHARE, RAM_SHARE, Link, Machine, Workload
 from yolofleet.training.parallel.partition import Partition
 
 BACKWARD = 2 / 3  # share of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # message of the loss counts
 GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; benchmarks/README.md has measured ones
-MOST_LOADERS = 8  # default loader processes of a rank, as training/parallel/process.py
 
 
 class StepTime(NamedTuple):

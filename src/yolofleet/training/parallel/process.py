@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from yolofleet import __version__
-from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.schema import MOST_LOADERS, TrainConfig, ValConfig
 from yolofleet.data.images.decode import set_opencv_threads
 from yolofleet.families.networks.precision import resolve_precision
 from yolofleet.support import devices
@@ -25,7 +25,6 @@ from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.place import ENV, Place
 from yolofleet.training.parallel.world import World
 
-MOST_LOADERS = 32
 _RUNS: list[ExitStack] = []  # of this process; the first has what restores the caller's settings
 _LENDING = threading.Lock()
 
