@@ -431,6 +431,22 @@ def test_formats_are_known_by_names_and_folders(tmp_path):
     assert format_of(tmp_path) is None and format_of(tmp_path / "missing.onnx") is None
 
 
+def test_onnx_runtime_takes_the_cpu_only_where_nobody_named_a_gpu(model, tmp_path, monkeypatch):
+    """onnxruntime-gpu takes the CPU if a library of CUDA is missing. Here a build for the CPU stands for it."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    file = tmp_path / "model.onnx"
+    FORMATS["onnx"].module.write(job_of(model, metadata_of(model)), file)
+    there = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: there)
+    with pytest.warns(UserWarning, match="CUDAExecutionProvider"):
+        assert open_exported(file).place.endswith("CPU")
+    with (
+        pytest.warns(UserWarning, match="CUDAExecutionProvider"),
+        pytest.raises(ConfigError, match=r"ONNX Runtime .* cannot use cuda:0"),
+    ):
+        open_exported(file, torch.device("cuda", 0))
+
+
 def test_weights_and_exported_files_open_by_the_same_name(torchscript_file, weights):
     assert isinstance(open_weights(str(torchscript_file), trust=True), Runtime)
     assert isinstance(open_weights(str(weights)), Detector)

@@ -154,6 +154,14 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     if len(session.get_inputs()) != 1:
         raise CheckpointError(f"{path} has {len(session.get_inputs())} inputs, expected 1")
     used = session.get_providers()[0].removesuffix("ExecutionProvider")
+    if (
+        kind == "cuda" and device is not None and used != "CUDA"
+    ):  # it takes the CPU if a library of CUDA is missing
+        raise ConfigError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot use {device}: it could not load its libraries of CUDA and cuDNN",
+            hint="install the CUDA and cuDNN that this version of onnxruntime-gpu needs (onnxruntime.ai lists them), or "
+            "--device cpu",
+        )
     given = session.get_inputs()[0].name
     results = [one.name for one in session.get_outputs()[: len(metadata.outputs)]]
     return Opened(
