@@ -191,6 +191,7 @@ class Accelerator:
         waits: of the host for a device.
         unpinned: places that copied pageable memory although they asked for ``non_blocking``.
         seen_dtypes: (operation, element type of its first tensor) of convolutions and matrix products.
+        doubles: places that computed in float64, which Metal and some of Intel's GPUs lack.
     """
 
     def __init__(self, devices: int = 2) -> None:
@@ -200,6 +201,7 @@ class Accelerator:
         self.waits: list[Wait] = []
         self.unpinned: list[Wait] = []
         self.seen_dtypes: set[tuple[str, torch.dtype]] = set()
+        self.doubles: set[str] = set()
         self.allowed: Callable[[Wait], bool] | None = None
         self.lock = threading.RLock()
         self.pinned: dict[int, StorageWeakRef] = {}
@@ -214,6 +216,7 @@ class Accelerator:
         self.waits.clear()
         self.unpinned.clear()
         self.seen_dtypes.clear()
+        self.doubles.clear()
         for device in self.devices:
             device.limit_bytes, device.has_context = Device.limit_bytes, False
 
@@ -380,6 +383,8 @@ class Accelerator:
         out = func(*inner_args, **inner_kwargs)
         if wide:
             out = narrowed(out, ours[0].dtype)
+        if any(t.dtype == torch.float64 for t in flat_tensors((out,))):
+            self.doubles.add(place())
         if name in ALLOCATES_GARBAGE:
             fill_with_garbage(out)
         known = {id(t.inner): t for t in ours}

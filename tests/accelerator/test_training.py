@@ -125,6 +125,24 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
     assert probed_per_pass(config, on_the_host, 16) == 1
 
 
+def test_the_losses_of_a_validation_need_no_float64_of_the_device(accelerator: Accelerator):
+    from yolofleet.families.build import build_model
+    from yolofleet.inference.evaluate.run import predictions
+    from yolofleet.tasks.table import task_of
+
+    run = small_run(devices=ZERO)
+    model = build_model(described("yolov3-narrow"), CLASSES).to(run.world.device).eval()
+    labels = task_of(model).made_up(3)
+    accelerator.reset()
+    with torch.inference_mode():
+        images = torch.zeros((1, 3, 64, 64), dtype=torch.uint8)
+        _, sums, _ = predictions(
+            model, images, labels.of_images([labels]), run.loss, "fp32", run.world.device
+        )
+    assert sums is not None and sums.dtype == "float64"
+    assert accelerator.launched() and not accelerator.doubles
+
+
 @pytest.mark.slow
 def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch

@@ -265,7 +265,7 @@ def predictions(
     if loss is not None and labels is not None:
         height, width = images_u8.shape[2:]
         targets = loss.match(labels, len(images_u8), (height, width))  # while the device computes
-        sums = loss.sums(raws, targets).double().cpu().numpy()
+        sums = loss.sums(raws, targets).cpu().double().numpy()  # MPS has no float64
         divisors = targets.counts.astype(np.float64)
         if loss.predicted_divisor:
             sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
