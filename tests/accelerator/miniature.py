@@ -64,7 +64,10 @@ ALLOCATES_GARBAGE = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 }
 HALF = (torch.float16, torch.bfloat16)
-CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::mm", "aten::addmm", "aten::bmm"}
+CONVOLUTIONS = {
+    *("aten::convolution", "aten::convolution_backward"),
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+}
 
 
 class UnexpectedWait(Exception):
@@ -895,7 +898,7 @@ def install() -> Accelerator:
     casts = torch.library.Library("_", "IMPL")
     casts.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
-    for name in ("conv2d", "linear", "matmul", "mm", "bmm", "addmm"):
+    for name in ("conv2d", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm"):
         aten.impl(name, autocast_kernel(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
     # PyTorch would compose it of other operations here; CUDA has a kernel for it
     aten.impl(
