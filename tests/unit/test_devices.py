@@ -376,3 +376,17 @@ def test_a_device_that_failed_is_named_with_what_to_do(text: str) -> None:
 @pytest.mark.parametrize("text", OTHERS)
 def test_a_fault_of_a_program_is_no_device_that_failed(text: str) -> None:
     assert DeviceError.told_by(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ],
+)
+def test_memory_that_a_library_of_cuda_does_not_get_has_run_out(text: str) -> None:
+    assert devices.is_out_of_memory(RuntimeError(text)) and DeviceError.told_by(text) is None

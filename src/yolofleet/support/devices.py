@@ -473,11 +473,13 @@ def _function(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 
 def is_out_of_memory(problem: Exception) -> bool:
-    """Return whether an allocation of CUDA, the CPU allocator, Python, NumPy or OpenCV failed."""
-    # oneDNN says "create a ..." when it gets no memory on a CPU; the last words are OpenCV's
+    """Return whether an allocation of CUDA or its libraries, the CPU allocator, Python, NumPy or OpenCV failed."""
+    # oneDNN says "create a ..." when it gets no memory on a CPU; then OpenCV's words. The last ones end a status of cuBLAS,
+    # cuSOLVER or cuDNN: their handles and workspaces are outside of torch's allocator.
     words = (
         *("out of memory", "allocate memory", "not enough memory"),
         *("create a primitive", "create a memory", "Insufficient memory"),
+        *("_ALLOC_FAILED", "_ALLOCATION_FAILED"),
     )
     return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
         word in str(problem) for word in words
