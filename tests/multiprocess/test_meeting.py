@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,41 @@ def test_two_ranks_that_see_the_same_single_gpu_are_refused() -> None:
     assert world._common_backend(unbound, place, both) == both  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="ranks 1 and 2 see the same single device: b 0"):
         world._common_backend(Published(f"{both} a 0", f"{both} b 0", f"{both} b 0"), place, both)  # type: ignore[arg-type]
+
+
+def join_by_srun(rank: int, port: int, folder: Path, uuids: list[str]) -> None:
+    world.devices.collective_backend = lambda device: "cpu:gloo,cuda:gloo"
+    world.devices.is_host = lambda device: False
+    world.devices.select = lambda device: None  # a CPU in the place of a GPU
+    world.devices.uuid_of = lambda device: uuids[rank]
+    place = Place(rank, 2, rank, 2, "srun", "127.0.0.1", port, only_device="0")
+    try:
+        met = world.World.join(place, torch.device("cpu"), 200.0)
+        text = str(int(met.all_reduce_(torch.tensor([rank + 1]))))
+    except ClusterError as problem:
+        text = problem.what
+    (folder / f"end-{rank}").write_text(text)
+    os._exit(0)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
+@pytest.mark.parametrize(
+    ("uuids", "ends"),
+    [(["5a", "5b"], "3"), (["5a", "5a"], "ranks 0 and 1 see the same single device: .* 0 5a")],
+)
+def test_two_gpus_that_srun_both_calls_0_are_two(tmp_path: Path, uuids: list[str], ends: str) -> None:
+    """With ConstrainDevices of its cgroup.conf, each task sees its own GPU as number 0."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=join_by_srun, args=(r, port, tmp_path, uuids)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(900)
+    for rank in range(2):
+        assert re.fullmatch(ends, (tmp_path / f"end-{rank}").read_text())
 
 
 NCCL_REFUSES = "NCCL error in: ProcessGroupNCCL.cpp:1\nncclInvalidUsage: Duplicate GPU detected"

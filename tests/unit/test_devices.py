@@ -390,3 +390,12 @@ def test_a_fault_of_a_program_is_no_device_that_failed(text: str) -> None:
 )
 def test_memory_that_a_library_of_cuda_does_not_get_has_run_out(text: str) -> None:
     assert devices.is_out_of_memory(RuntimeError(text)) and DeviceError.told_by(text) is None
+
+
+def test_gpus_are_told_apart_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = {0: "5a", 1: "5b"}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index])
+    )
+    assert devices.uuid_of(GPU) == "5b"
+    assert devices.uuid_of(CPU) == devices.uuid_of(torch.device("meta")) == ""

@@ -381,6 +381,11 @@ def name_of(device: torch.device) -> str:
     return device.type if ask is None else str(ask(device))
 
 
+def uuid_of(device: torch.device) -> str:
+    """Return the UUID of ``device``, which no other GPU or MIG instance has; "" if torch does not know it."""
+    return str(getattr(_called(device, "get_device_properties"), "uuid", ""))
+
+
 _held: WeakKeyDictionary[object, tuple[torch.device, int]] = WeakKeyDictionary()
 
 

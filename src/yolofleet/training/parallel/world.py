@@ -56,7 +56,10 @@ def _join_group(place: Place, device: torch.device, timeout_s: float) -> None:
     """Make the process group of all ranks; see :meth:`World.join`."""
     backend = devices.collective_backend(device)
     shares_host = place.only_device and not devices.is_host(device)
-    only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
+    only_device = ""
+    if shares_host:
+        # SLURM counts the GPUs of each task from 0 if a control group hides the others: the variable alone is not enough
+        only_device = f"{socket.gethostname()} {place.only_device} {devices.uuid_of(device)}".strip()
     where = f"{place.address}:{place.port}"
     most_s, longer = timeout_s, "; --timeout-s waits longer"
     if _by_agent() and timeout_s >= AFTER_AGENTS_S:
