@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from yolofleet.support.device_names import ALL, MIG_INSTEAD, NO_GPU, gpu_ids, mig_reason, numbered
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.system.proc import release_heap
+from yolofleet.support.system.proc import entries_of, release_heap
 from yolofleet.support.text import listed
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
@@ -32,6 +33,9 @@ WITH_SLEEPING_EVENTS = ("cuda",)  # ROCm too
 WITH_TRITON = ("cuda", "xpu")  # ROCm too
 WITH_GRAPHS = ("cuda",)  # ROCm too
 WITHOUT_PINNING = ("mps",)  # it shares the memory of the host
+NVIDIA_GPUS = Path(
+    "/proc/driver/nvidia/gpus"
+)  # those of the machine, also in a container that has none of them
 
 
 def accelerator() -> str:
@@ -58,6 +62,11 @@ def all_devices() -> str:
 def unused_note(spec: str, processes: int) -> str:
     """Return the note that ``--device auto`` leaves devices of this machine unused, and what to type; "" if it does not."""
     have = device_count()
+    if spec == "auto" and not have and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        there = len(entries_of(NVIDIA_GPUS))
+        gpus = f"the {there} NVIDIA GPU{'s' * (there > 1)}"
+        why = f"torch {torch.__version__} cannot use {gpus} of this machine; yolofleet doctor says why"
+        return f"this run uses the CPU, because {why}" if there else ""
     if spec != "auto" or processes > 1 or have < 2:
         return ""
     others = f"GPU{'s' * (have > 2)} {listed([str(i) for i in range(1, have)])}"

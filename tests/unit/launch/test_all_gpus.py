@@ -93,3 +93,20 @@ def test_auto_names_the_gpus_that_it_leaves_unused(monkeypatch: pytest.MonkeyPat
         "this run uses GPU 0 and leaves GPUs 1, 2, 3 unused; --device all uses all 4"
     )
     assert devices.unused_note("0", 1) == devices.unused_note("auto", 4) == ""
+
+
+def test_auto_says_that_torch_cannot_use_the_gpus_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.unused_note("auto", 1) == ""
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / gpu).mkdir()
+    note = devices.unused_note("auto", 2)
+    assert note.startswith("this run uses the CPU, because torch ")
+    assert "cannot use the 2 NVIDIA GPUs of this machine; yolofleet doctor says why" in note
+    assert devices.unused_note("cpu", 1) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user has hidden them
+    assert devices.unused_note("auto", 1) == ""

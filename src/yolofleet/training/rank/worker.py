@@ -111,7 +111,7 @@ def run(
         raise
     with activity.doing("connecting"):
         world = World.join(place, device, config.value.timeout_s, activity)
-    if idle := devices.unused_note(config.value.device, world.size):
+    if world.is_main and (idle := devices.unused_note(config.value.device, world.size)):
         inform(f"note: {idle}")
     try:
         used = _run(config, recipe, folder, world, on_stall)
