@@ -16,7 +16,7 @@ from small_training import small_run
 
 from yolofleet.config.load import resolve_train
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.errors import ClusterError
+from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.listener import open_listener
 from yolofleet.support.place import Place
 from yolofleet.training.parallel import world
@@ -304,6 +304,23 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
     with pytest.raises(LeftAtOnce if at_once else ZeroDivisionError):
         worker.run(config, None, RunFolder(tmp_path), on_failure=reports)
     assert done == (["words", 7] if at_once else ["close"])
+
+
+def test_a_gpu_that_this_build_of_torch_has_no_kernels_for_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError(
+            "CUDA error: no kernel image is available for execution on the device\nCompile with"
+        )
+
+    monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(worker.World, "join", lambda *_: world.World.single("cuda:1"))
+    monkeypatch.setattr(worker, "shared_folder", fails)
+    config, _ = resolve_train({"data": "shapes", "model": "yolov5n"})
+    with pytest.raises(ConfigError, match="has no kernels for GPU 1 of ") as caught:
+        worker.run(config, None, RunFolder(tmp_path))
+    assert "pytorch.org" in caught.value.hint and "for execution" in str(caught.value.source)
 
 
 def test_after_a_failure_nccl_is_broken_off_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

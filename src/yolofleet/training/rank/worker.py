@@ -170,6 +170,13 @@ def _run(
         where = f"GPU {world.device.index or 0} of {world.host} (rank {world.rank}{of_these})"
         if (failed := DeviceError.told_by(str(problem), where)) is not None:
             raise failed from None
+        if "no kernel image is available" in str(problem):
+            raise ConfigError(
+                f"this build of torch has no kernels for {where}",
+                source=str(problem).splitlines()[0],
+                hint="install the build of torch that pytorch.org/get-started names for it; yolofleet doctor lists those of "
+                "this build",
+            ) from None
         if not devices.is_out_of_memory(problem):
             raise
         if run_folder:
