@@ -74,6 +74,13 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
         np.testing.assert_array_equal(mine.scores, theirs.scores)
 
 
+def test_a_run_in_this_process_gives_its_current_device_back(
+    settings: dict[str, Any], accelerator: Accelerator
+):
+    fitted("second", **settings | {"epochs": 1}, device="1")
+    assert accelerator.launched() and accelerator.current == 0
+
+
 def test_no_pass_has_a_tensor_that_kernels_cannot_index(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -296,6 +297,7 @@ def test_a_rank_whose_device_failed_speaks_first_and_then_ends_without_leaving_t
 
     # a GPU and other ranks, which this machine need not have, and a failure after all have joined
     monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device(device))
+    monkeypatch.setattr(worker.devices, "selected", lambda _: nullcontext())
     monkeypatch.setattr(worker.World, "join", lambda *_: mine)
     monkeypatch.setattr(worker.World, "close", lambda self, failed=False: done.append("close"))
     monkeypatch.setattr(worker, "shared_folder", lambda *_: 1 / 0)
@@ -315,6 +317,7 @@ def test_a_gpu_that_this_build_of_torch_has_no_kernels_for_is_no_bug(
         )
 
     monkeypatch.setattr(worker, "prepare_process", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(worker.devices, "selected", lambda _: nullcontext())
     monkeypatch.setattr(worker.World, "join", lambda *_: world.World.single("cuda:1"))
     monkeypatch.setattr(worker, "shared_folder", fails)
     config, _ = resolve_train({"data": "shapes", "model": "yolov5n"})

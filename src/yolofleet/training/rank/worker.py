@@ -109,22 +109,23 @@ def run(
     except ConfigError as problem:
         problem.source = problem.source or config.sources["device"]
         raise
-    with activity.doing("connecting"):
-        world = World.join(place, device, config.value.timeout_s, activity)
-    if world.is_main and (idle := devices.unused_note(config.value.device, world.size)):
-        inform(f"note: {idle}")
-    try:
-        used = _run(config, recipe, folder, world, on_stall)
-    except BaseException as problem:
-        if world.ends_by_exit:
-            exit_code = on_failure(problem)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(exit_code)
-        world.close(failed=True)
-        raise
-    world.close()
-    return used
+    with devices.selected(device):  # a notebook goes on with its own current device
+        with activity.doing("connecting"):
+            world = World.join(place, device, config.value.timeout_s, activity)
+        if world.is_main and (idle := devices.unused_note(config.value.device, world.size)):
+            inform(f"note: {idle}")
+        try:
+            used = _run(config, recipe, folder, world, on_stall)
+        except BaseException as problem:
+            if world.ends_by_exit:
+                exit_code = on_failure(problem)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(exit_code)
+            world.close(failed=True)
+            raise
+        world.close()
+        return used
 
 
 def _run(
