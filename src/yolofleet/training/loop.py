@@ -92,6 +92,7 @@ class TrainingRun:
         if self.steps.is_over() and self.steps.unended_epoch() is None:
             self.report.ended_before(self.validations.evaluate(self.loss.at(1)), self.steps.reached_limits())
             return
+        self.validations.forget_best()
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.steps.schedule.step_images))
         if self.config.shares == "auto" and self.world.size > 1:
             from yolofleet.training.shares import SpeedShares

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.datasets.listing import Id, copy_id
+from yolofleet.data.datasets.listing import Id, copy_id, files_digest
 from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 
@@ -30,10 +30,12 @@ class StoredData(Stored):
         images: number of the training images.
         copies: ids of the copies of the data set that the run has read and that count as equal.
         accepted: the changes that the user has accepted, in words.
+        val: digest of the validation images and labels; earlier versions did not store it.
     """
 
     images: Count
     copies: Annotated[list[Id], Field(max_length=MOST_COPIES)]
+    val: Annotated[str, Field(max_length=64)] = ""
     accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
 
     def accepted_notes(self) -> list[str]:
@@ -52,6 +54,7 @@ def data_of_new_run(splits: Sequence[DataIndex], images: int, world: World) -> S
     """Return what the states of a new run say of its data set. Collective: every rank.
 
     Args:
+        splits: train and val.
         images: number of the training images.
     """
     every = copies_of_hosts(splits, world)
@@ -59,4 +62,5 @@ def data_of_new_run(splits: Sequence[DataIndex], images: int, world: World) -> S
         world.console.note(
             f"the images of {listed(others)} have other times than those of {every[0][0]}: not compared"
         )
-    return StoredData(images=images, copies=list(dict.fromkeys(copy for _, copy in every)))
+    copies = list(dict.fromkeys(copy for _, copy in every))
+    return StoredData(images=images, copies=copies, val=files_digest(splits[1]))

@@ -39,6 +39,7 @@ class Validations:
         averaged: a network whose tensors are those of the moving average.
         cache: of the decoded images of ``index``.
         overlapped: the validation of the last epoch that goes on beside the training.
+        is_other_data: the images or labels are others than those whose figures the state to go on from has.
     """
 
     state: TrainState
@@ -48,6 +49,16 @@ class Validations:
     settings: EvaluationSettings
     cache: ImageCache
     overlapped: OverlappedValidation | None = None
+    is_other_data: bool = False
+
+    def forget_best(self) -> None:
+        """Begin the search for the best weights anew if figures on other data decided it so far."""
+        if self.is_other_data and self.state.progress.best_epoch >= 0:
+            self.report.world.console.note(
+                "the validation data has changed, and figures on different data cannot be compared: best.safetensors and "
+                "--patience follow only the validations from here on"
+            )
+            self.state.note(best_fitness=-1.0, best_epoch=-1)
 
     @property
     def has_images(self) -> bool:

@@ -295,3 +295,27 @@ def test_without_its_listing_a_run_takes_that_of_the_cache(trained: Path, place:
         path.touch()
     pad(images(place)[:1])
     assert ": 1 changed: images/train/000000.png (other content)" in resume(place, "--epochs", "2", code=3)
+
+
+@pytest.mark.parametrize("changed", ["val labels", "val image", "train image"])
+def test_figures_on_other_validation_data_do_not_decide_the_best_weights(place: Path, changed: str) -> None:
+    run, label = place / "runs/train/run", place / "data/labels/val/000000.txt"
+    pad(images(place, "val")[:1])
+    resume(place, "--epochs", "2", "--allow", "changed-data")
+    (newest,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
+    tensors, header = read_tensors(newest)
+    header["state"]["progress"] |= {"best_fitness": 0.9, "best_epoch": 1}
+    write_tensors(newest, tensors, header)
+    if changed == "val labels":
+        label.write_text(label.read_text().splitlines()[0] + "\n")
+    else:
+        # the image of the validation keeps its size
+        (pad if changed == "train image" else lambda paths: replace(paths[0]))(
+            images(place, changed.split()[0])[:1]
+        )
+    said = resume(place, "--epochs", "3", "--allow", "changed-data")
+    is_other = changed != "train image"
+    assert ("the validation data has changed" in said) == is_other
+    best = json.loads((run / "results.json").read_text())["best"]
+    assert best["epoch"] == (3 if is_other else 1) and (best["fitness"] < 0.9) == is_other
+    assert "the validation data has changed" not in resume(place, "--epochs", "4")

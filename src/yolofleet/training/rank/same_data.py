@@ -6,17 +6,26 @@ other times. For each host:
 1. Its copy has one of these ids: nothing has changed.
 2. Else its files are compared with a listing of the run, which is beside the states or in the cache. Where only times differ, the
    contents are read and compared with the digests of the listing.
-3. What differs, and what cannot be compared, ends the run, unless ``--allow changed-data``: then all later states say so.
+3. What differs, and what cannot be compared, ends the run, unless ``--allow changed-data``: then all later states say so. Figures
+   on other validation images cannot be compared, so the search for the best weights then begins anew.
    Beside a host whose copy has not changed, a copy that cannot be compared causes a warning, as at the start of a run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.datasets.listing import Listing, compare, is_same_content, paths_of, stored_listing
+from yolofleet.data.datasets.listing import (
+    Listing,
+    compare,
+    files_digest,
+    is_same_content,
+    paths_of,
+    stored_listing,
+)
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
@@ -40,12 +49,14 @@ def check_same_data(
     world: World,
     folder: RunFolder,
     events: EventLog,
-) -> StoredData:
-    """Compare the copy of each host with the data set of the run; return what its states say of it. Collective: every rank.
+) -> tuple[StoredData, bool]:
+    """Compare the copy of each host with the data set of the run. Collective: every rank.
 
     Args:
         snapshot: the state to go on from.
         digest: of the training images and labels that this start has indexed; the fingerprint has it.
+    Returns:
+        what the states of the run say of its data set, and whether the validation images or labels have changed.
     Raises:
         DataError: a file has changed, or cannot be compared.
         StorageError: a store cannot be read.
@@ -59,7 +70,7 @@ def check_same_data(
 
     every, images = copies_of_hosts(data.splits, world), len(data.train)
     here, copies = every[world.rank][1], list(dict.fromkeys(copy for _, copy in every))
-    stored = StoredData(images=images, copies=copies)
+    stored = StoredData(images=images, copies=copies, val=files_digest(data.val))
     is_same_index = snapshot.values["fingerprint"]["data"] == digest
     if (values := snapshot.values.get("data")) is None:
         if not is_same_index:
@@ -67,19 +78,20 @@ def check_same_data(
         world.console.note(
             "the state is of an earlier version, and does not say which image files the run has read"
         )
-        return stored
+        return stored, False
 
     then = StoredData.model_validate(values)
     others = sorted({host for host, copy in every if copy not in then.copies})
-    changed, unknown = list[str](), list[str]()
+    changed, unknown = dict[str, str](), list[str]()
     if others:
         with world.activity.doing("indexing"):
             changed, unknown = _differences(then, here, data, world, folder)
     if not is_same_index and not changed:
-        changed = ["polygons of labels"]
+        changed = {"polygons of labels": ""}
+    changes = [f"{name}{how}" for name, how in changed.items()]
     summary = "; ".join(
         f"{len(texts)} {what}: {listed([*map(screen_line, texts)])}"
-        for what, texts in (("changed", changed), ("with another time and no digest to compare", unknown))
+        for what, texts in (("changed", changes), ("with another time and no digest to compare", unknown))
         if texts
     )
     is_beside_known = not set(copies).isdisjoint(then.copies)
@@ -98,13 +110,18 @@ def check_same_data(
         if world.is_main:
             events.write("changed_data", why=summary)
     known = list(dict.fromkeys([*([] if changed else then.copies), *copies]))[-MOST_COPIES:]
-    return StoredData(images=images, copies=known, accepted=accepted)
+    is_other_val = False
+    if summary and not is_beside_known:
+        of_val = {path.removeprefix(f"{data.root}{os.sep}") for path in data.val.paths}
+        is_other_val = then.val != stored.val or not of_val.isdisjoint([*changed, *unknown])
+        is_other_val = any(world.gather(is_other_val))  # hosts may have other folders
+    return StoredData(images=images, copies=known, accepted=accepted, val=stored.val), is_other_val
 
 
 def _differences(
     then: StoredData, here: str, data: Data, world: World, folder: RunFolder
-) -> tuple[list[str], list[str]]:
-    """Return the files that have changed on any host, with how, and those that cannot be compared.
+) -> tuple[dict[str, str], list[str]]:
+    """Return the files that have changed on any host, with how, by their names, and those that cannot be compared.
 
     Keep the listings in the cache: the run will have a state of the new copy later, or never. Collective: every rank.
     """
@@ -130,7 +147,7 @@ def _differences(
     if run is not None and is_first:
         run.keep()
     unknown = list(dict.fromkeys(name for _, theirs in every for name in theirs))
-    return [f"{name}{how}" for name, how in changed.items()], unknown
+    return changed, unknown
 
 
 def _other_contents(to_read: Mapping[int, str], paths: Sequence[str], world: World) -> list[int]:

@@ -29,19 +29,23 @@ def taken_up(
     clock: Clock,
     folder: RunFolder,
     events: EventLog,
-) -> StoredData:
-    """Restore the stored state if it is of this run; return what checkpoints say of the data. Collective: every rank."""
+) -> tuple[StoredData, bool]:
+    """Restore the stored state if it is of this run. Collective: every rank.
+
+    Returns:
+        what checkpoints say of the data, and whether the validation images or labels are others than those of the state.
+    """
     data, snapshot = inputs.data, inputs.snapshot
     if snapshot is None:
-        return data_of_new_run(data.splits, len(data.train), world)
+        return data_of_new_run(data.splits, len(data.train), world), False
     from yolofleet.training.rank.same_data import check_same_data
     from yolofleet.training.resume import check_resume
 
     check_resume(snapshot.values["fingerprint"], identity, prepared.config, world.console)
-    stored = check_same_data(data, snapshot, identity["data"], prepared.config, world, folder, events)
+    found = check_same_data(data, snapshot, identity["data"], prepared.config, world, folder, events)
     prepared.state.restore(snapshot)
     clock.restore(snapshot.values["clock"])
-    return stored
+    return found
 
 
 class FilesBesideStates:

@@ -175,7 +175,7 @@ def built_run(
         world,
         callbacks.identity() if callbacks else "",
     )
-    stored = taken_up(inputs, prepared, identity, world, clock, folder, events)
+    stored, is_other_val = taken_up(inputs, prepared, identity, world, clock, folder, events)
     beside = FilesBesideStates(folder, inputs, network.recipe)
     refusal = beside.begin(world) if is_writer else ""
     is_writer = is_writer and not refusal
@@ -208,6 +208,7 @@ def built_run(
         report.files.describe, report.files.problem = beside.write, refusal
         settings = network.evaluation_settings(config, inputs.precision)
         validations = Validations(state, report, prepared.averaged, data.val, settings, val_cache)
+        validations.is_other_data = is_other_val
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
         training = TrainingRun(
