@@ -183,12 +183,20 @@ class Validations:
             self.report.files.write_weights("best", self.state, epoch, weights)
 
     def out_of_patience(self, epochs_done: int = 0) -> bool:
-        """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""
-        progress, patience = self.state.progress, self.report.config.patience
+        """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts).
+
+        Only a validation can find that nothing was better, so a run goes on to the next one after the best.
+        """
+        progress, patience, period = (
+            self.state.progress,
+            self.report.config.patience,
+            self.report.config.val_period,
+        )
         done, best = epochs_done or progress.epochs_done, progress.best_epoch
         if progress.best_fitness == 0:
-            best = min(best, self.report.config.val_period)  # the first validation: no later one was better
-        return bool(self.has_images and patience and progress.best_epoch >= 0 and done - best >= patience)
+            best = min(best, period)  # the first validation: no later one was better
+        is_due = done - best >= max(patience, period)
+        return bool(self.has_images and patience and progress.best_epoch >= 0 and is_due)
 
 
 def _class_ap_of(evaluation: Evaluation) -> list[float]:
