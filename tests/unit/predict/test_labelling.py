@@ -157,3 +157,14 @@ def test_fiftyone_gets_boxes_as_fractions_and_masks_of_the_boxes(tmp_path, monke
     assert (first.label, first.confidence, first.bounding_box) == ("cat", 0.75, [0.25, 0.25, 0.25, 0.25])
     assert first.mask.shape == (12, 16) and first.mask.sum() == 12 * 16 - 24
     assert second.bounding_box == [0.625, 0.25, 0.25, 0.5] and not empty
+
+
+def test_folders_of_a_layout_in_the_source_do_not_part_images_and_labels(tmp_path):
+    """A reader of YOLO's format replaces the last ``images`` of a path."""
+    predictions, tasks = found_in(tmp_path / "from"), LabellingTasks(tmp_path / "tasks", "yolo")
+    stems = ("images/train/a", "images_/train/a", "Labels/a")
+    for prediction, stem in zip((predictions[0],) * 3, stems, strict=True):
+        tasks.add(prediction, stem)
+    tasks.finish()
+    index = read(tmp_path / "tasks", "yolo", masks=False)
+    assert len(index) == 3 and np.diff(index.offsets).tolist() == [2, 2, 2]

@@ -40,7 +40,7 @@ _CHUNK = 4096  # images whose numbers are converted to text together
 
 Images = Literal["link", "copy", "symlink", "none"]
 AT_ONCE = 256  # images of a store that are read together
-_LAYOUT_FOLDERS = ("images", "labels", "jpegimages")  # readers derive label files from these names
+LAYOUT_FOLDERS = ("images", "labels", "jpegimages")  # readers derive label files from these names
 
 
 def below_common_folder(paths: Sequence[str]) -> list[str]:
@@ -78,7 +78,7 @@ def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
     suffixes that are not those of images.
     """
     parts = [part for part in name.split("/") if part]
-    parts = [part for part in parts[:-1] if part.lower() not in _LAYOUT_FOLDERS] + parts[-1:]
+    parts = [part for part in parts[:-1] if part.lower() not in LAYOUT_FOLDERS] + parts[-1:]
     parts = ["".join("_" if c < " " or c == "\x7f" else c for c in part).strip() for part in parts]
     parts = ["_" + part[1:] if part.startswith(".") else part for part in parts]
     stem, suffix = os.path.splitext("__".join(parts) if flat else "/".join(parts))

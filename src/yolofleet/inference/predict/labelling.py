@@ -14,7 +14,7 @@ from xml.sax.saxutils import quoteattr
 import cv2
 import numpy as np
 
-from yolofleet.data.datasets.writers import place
+from yolofleet.data.datasets.writers import LAYOUT_FOLDERS, place
 from yolofleet.data.geometry import rle
 from yolofleet.inference.predict.results import Prediction, suffix_of, write_picture
 from yolofleet.runs.report.draw import class_name
@@ -44,12 +44,14 @@ class LabellingTasks:
         self.folder, self.form = folder, form
         self.images, self.labels = (folder / name for name in _FOLDERS[form])
         self._names: tuple[str, ...] = ()
+        self._folders: dict[str, str] = {}  # folder of a stem -> folder below those of images and of labels
         self._tasks: list[dict[str, Any]] = []  # of Label Studio
         self._coco: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": []}
 
     def add(self, prediction: Prediction, stem: str) -> None:
         """Write the image, and what its format has a file of its own for. Raises StorageError."""
         self._names = prediction.names
+        stem = self._readable(stem)
         name = self._place(prediction, stem)
         if self.form == "yolo":
             write_text(self.labels / f"{stem}.txt", _yolo(prediction))
@@ -72,6 +74,19 @@ class LabellingTasks:
             write_text(self.folder / "label-config.xml", _label_config(self._names))
         elif self.form != "labelme":
             write_json(self.labels / "instances_default.json", self._coco)
+
+    def _readable(self, stem: str) -> str:
+        """Return a stem without folders that have a meaning in the format: readers of YOLO replace the last ``images``."""
+        folder, slash, base = stem.rpartition("/")
+        if self.form != "yolo" or not folder:
+            return stem
+        if folder not in self._folders:
+            parts = [part + "_" * (part.lower() in LAYOUT_FOLDERS) for part in folder.split("/")]
+            name, taken = "/".join(parts), {one.casefold() for one in self._folders.values()}
+            while name.casefold() in taken:
+                name += "_"
+            self._folders[folder] = name
+        return self._folders[folder] + slash + base
 
     def _place(self, prediction: Prediction, stem: str) -> str:
         """Link, copy or write the image; return its name below the folder of images."""
