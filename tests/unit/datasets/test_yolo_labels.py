@@ -239,3 +239,16 @@ def test_the_largest_file_of_labels_needs_less_than_2_gib(tmp_path, row):
     finally:
         tracemalloc.stop()
     assert peak * (yolotxt._MAX_LABEL_BYTES // size) < 2 << 30
+
+
+def test_images_in_a_folder_with_the_name_of_a_picture_are_found(tmp_path):
+    """Frames often lie in a folder with the name of their video, such as clip.gif."""
+    yaml = yolo_set(tmp_path, {"a": MANY, "b": MANY})
+    (image,), (label,) = tmp_path.rglob("b.[pj]*g"), tmp_path.rglob("b.txt")
+    for file in (image, label):
+        for name in ("clip.gif", "clip.png"):
+            (file.parent / name).mkdir()
+            (file.parent / name / f"{name[5:]}{file.suffix}").write_bytes(file.read_bytes())
+    index = index_of(yaml)
+    assert len(index) == 4 and set((index.offsets[1:] - index.offsets[:-1]).tolist()) == {4}
+    assert index.problems == ()
