@@ -124,7 +124,8 @@ class HubModel(Model):
 
 
 def _bgr(picture: Any) -> Any:
-    if isinstance(picture, np.ndarray) and picture.ndim == 3 and picture.shape[2] >= 3:  # RGB or RGBA
+    # RGB or RGBA, also as a batch of one
+    if isinstance(picture, np.ndarray) and picture.ndim in (3, 4) and picture.shape[-1] >= 3:
         return np.ascontiguousarray(picture[..., 2::-1])
     return picture
 

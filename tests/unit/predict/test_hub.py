@@ -116,3 +116,5 @@ def test_arrays_of_a_hub_model_are_rgb_with_or_without_alpha(weights):
     plain, with_alpha = (model.predict(hub._bgr(one))[0] for one in (rgb, rgba))
     assert np.array_equal(plain.image_bgr, rgb[..., ::-1])
     assert np.array_equal(with_alpha.image_bgr, plain.image_bgr)
+    (batch,) = model.predict(hub._bgr(rgb[None]))
+    assert np.array_equal(batch.image_bgr, plain.image_bgr)
