@@ -7,6 +7,8 @@ import torch
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.geometry.boxes import Decoded
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, tiles
+from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.support.errors import ConfigError
 
@@ -88,3 +90,12 @@ def test_a_small_object_of_a_large_image_is_found_on_a_tile():
     assert len(predictor.predict(picture)[0]) == 0
     (found,) = predictor.predict(picture, tile=128)
     assert len(found) == 1 and found.boxes_xyxy_px[0] == pytest.approx([501, 301, 521, 321], abs=3)
+
+
+def test_a_call_with_tiles_is_refused_for_masks_as_the_command_is():
+    """Boxes of tiles can be merged, and masks not."""
+    model = build_model(describe("yolov5n-seg"), 2, seed=0)
+    model.names = ("a", "b")
+    predictor = Predictor(model, PredictConfig(img=64, device="cpu"))
+    with pytest.raises(ConfigError, match="--tile"):
+        predictor.predict(np.zeros((96, 96, 3), np.uint8), tile=64)

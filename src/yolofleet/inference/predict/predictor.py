@@ -144,6 +144,7 @@ class Predictor:
         other.classes = class_numbers(other.config.classes, self.names) or None
         if isinstance(other.model, Runtime):
             _check_suppression(other.config, other.model)
+        other.task.check({"--tile": other.config.tile > 0})
         if not settings.keys().isdisjoint(("iou", "agnostic", "agnostic_nms")):
             check_suppression(other.config, needs_nms=other.model.needs_nms)
         return other
