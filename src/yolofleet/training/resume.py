@@ -123,6 +123,8 @@ def snapshot_for_all(
     """
     content, found, step, problem = b"", Path(run if is_address(resume) else resume or run), -1, None
     in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
+    if world.is_main and world.restarts and not found.exists():
+        found = run  # the run has pruned the state that --resume names
     try:
         if in_memory is not None:
             step = in_memory.step()

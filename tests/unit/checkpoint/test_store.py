@@ -14,7 +14,13 @@ import torch
 
 from yolofleet.families.weights import format as file_format
 from yolofleet.families.weights.format import read_tensors, write_tensors
-from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, load_snapshot, set_aside
+from yolofleet.runs.checkpoint.store import (
+    CheckpointStore,
+    Snapshot,
+    load_snapshot,
+    set_aside,
+    set_aside_later,
+)
 from yolofleet.support.errors import CheckpointError, NonFiniteError, NumericsError, StorageError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b/c": torch.tensor(7)}
@@ -191,6 +197,21 @@ def test_pruning_goes_by_the_order_of_writing_and_keeps_the_newest(tmp_path: Pat
         second.save(snapshot(step))
         second.flush()
         assert sorted(entry.step for entry in second.entries()) == left
+
+
+def test_a_run_that_goes_on_from_an_older_state_leaves_the_later_ones(tmp_path: Path) -> None:
+    """A later resume of the folder takes the newest state, which must be of the run that went on."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    for step in (2, 4, 6):
+        store.save(snapshot(step))
+        store.flush()
+    assert set_aside_later(tmp_path, 6) is None
+    aside = set_aside_later(tmp_path, 2)
+    assert aside == tmp_path / "checkpoints-before-1" and len(names_in(aside)) == 2
+    store.save(snapshot(3))
+    store.flush()
+    assert load_snapshot(store.newest()[0]).step == 3
+    assert set_aside_later(tmp_path, 2) == tmp_path / "checkpoints-before-2"
 
 
 def test_states_and_weights_of_an_earlier_run_are_moved_aside_and_kept(tmp_path: Path) -> None:

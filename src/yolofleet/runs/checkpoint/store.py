@@ -8,7 +8,8 @@ A restart tries, in this order:
 A background thread writes the files from a copy of the state, so training does not wait. On several machines without a
 common disk, rank 0 and a rank of another machine write the same state (``runs.folder.file_writers``).
 
-A new run in a used folder (``--exist-ok``) first moves the older states and weights aside. Pruning deletes only states of
+A new run in a used folder (``--exist-ok``) first moves the older states and weights aside, and a run that goes on from an older
+state of its own the later states. Pruning deletes only states of
 its own run, in the order in which they were written.
 """
 
@@ -165,6 +166,29 @@ def set_aside(run: Path) -> list[Path]:
             folder.rename(_before(folder, number))
             folder.mkdir()
     return [_before(folder, number) for folder in used]
+
+
+def set_aside_later(run: Path, step: int) -> Path | None:
+    """Move the states of a run after ``step`` into a folder ``checkpoints-before-1``, or the first number that is unused.
+
+    A run that goes on from an older state writes other states of these steps. Else a later resume would take the newest
+    by its number, which the user has left.
+
+    Returns:
+        The folder; None if there is no later state.
+    Raises:
+        StorageError: a file cannot be renamed. CheckpointError: ``checkpoints`` is a link.
+    """
+    folder = run / KEPT[0]
+    later = [entry.path for entry in CheckpointStore(folder).entries() if entry.step > step]
+    if not later:
+        return None
+    with writing(run):
+        aside = next(_before(folder, n) for n in itertools.count(1) if not _before(folder, n).exists())
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
+    return aside
 
 
 def _before(folder: Path, number: int) -> Path:

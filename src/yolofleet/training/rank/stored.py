@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe
 from yolofleet.data.datasets.listing import Listing, reading_contents
-from yolofleet.runs.checkpoint.store import set_aside
+from yolofleet.runs.checkpoint.names import NAME
+from yolofleet.runs.checkpoint.store import set_aside, set_aside_later
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
@@ -57,12 +59,24 @@ class FilesBesideStates:
     def begin(self, world: World) -> str:
         """Move the files of an earlier run in the folder aside, and write; return why the disk refuses, else "".
 
+        If ``--resume`` names a state, later ones are moved aside, too.
+
         Raises:
             StorageError: the disk of rank 0 refuses.
         """
         try:
             for kept in set_aside(self.folder.path) if self._inputs.snapshot is None else ():
                 world.console.note(f"an earlier run in this folder: its files are in {kept}")
+            snapshot, resume = self._inputs.snapshot, self._inputs.config.resume
+            is_named = not world.restarts and NAME.fullmatch(Path(resume).name)
+            if (
+                snapshot is not None
+                and is_named
+                and (aside := set_aside_later(self.folder.path, snapshot.step))
+            ):
+                world.console.note(
+                    f"states after step {snapshot.step}, which this run leaves, are in {aside}"
+                )
             data = self._inputs.data
             self._listing = Listing.of(data.splits, data.root, self.folder.listing)
             self.write()
