@@ -17,6 +17,7 @@ from label_rows import index_of, rows_of
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
+from yolofleet.data.datasets.combine import merge_datasets
 from yolofleet.data.datasets.convert import Target, convert
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.sources import load_dataset
@@ -443,3 +444,13 @@ def test_what_does_not_read_back_gets_no_name(tmp_path, monkeypatch, damage):
     with pytest.raises(StorageError, match="train differs when it is read back"):
         converted(tmp_path / "set", tmp_path / "out", "yolo", images="copy")
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", ["yolo", "coco", "voc"])
+def test_key_points_that_are_not_written_are_said(tmp_path: Path, target: Target) -> None:
+    yaml = yolo_set(tmp_path / "pose", {"a": "0 0.5 0.5 0.2 0.4 0.5 0.5 0.6 0.6\n"})
+    yaml.write_text(yaml.read_text() + "kpt_shape: [2, 2]\n")
+    done = convert(load_dataset(str(yaml)), tmp_path / "out", target)
+    assert "pose has key points: left out, only the boxes are written" in done.notes
+    merged = merge_datasets([load_dataset(str(yaml))] * 2, tmp_path / "merged")
+    assert any("key points" in note for note in merged.notes)

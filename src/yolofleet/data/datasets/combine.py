@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.datasets.check import same_images
-from yolofleet.data.datasets.convert import Progress, check_free, distinct, noted_index
+from yolofleet.data.datasets.convert import Progress, check_free, distinct, lost_key_points, noted_index
 from yolofleet.data.datasets.divide import (
     Stratification,
     groups_by_name,
@@ -141,6 +141,7 @@ def merge_datasets(
     names = tuple(dict.fromkeys(name for spec in specs for name in spec.names))
     parts: dict[str, list[tuple[int, DataIndex]]] = defaultdict(list)
     for number, spec in enumerate(specs):
+        done.notes += lost_key_points(spec)
         for split, index in _indexes(spec, done, on_progress).items():
             parts[split].append((number, index))
     if "train" not in parts:
@@ -394,6 +395,7 @@ def _write(
             )
         done.notes.append(
             "labels were copied into COCO's annotations: later changes of the source are not seen"
+            + (", and key points are left out" if kpt_shape else "")
         )
 
 

@@ -133,6 +133,11 @@ def noted_index(spec: DatasetSpec, split: str, on_progress: Progress) -> tuple[D
     return index, [*problems, *(f"{split}: {note}" for note in index.assumed)]
 
 
+def lost_key_points(spec: DatasetSpec) -> list[str]:
+    """Return a note if the labels have key points, which no index holds."""
+    return [f"{spec.name} has key points: left out, only the boxes are written"] if spec.kpt_shape else []
+
+
 def check_free(out: Path) -> None:
     """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
     try:
@@ -170,6 +175,7 @@ class _Work:
 
     def read(self, splits: Sequence[str], names: Sequence[str]) -> None:
         """Read the splits and select their classes. Raises ConfigError or DataError."""
+        self.done.notes += lost_key_points(self.spec)
         for split in splits:
             sources = self.spec.sources(split)
             twin = next((s for s in self.indexes if self.spec.splits[s] == sources), None)

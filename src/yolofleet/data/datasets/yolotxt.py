@@ -326,7 +326,9 @@ def walk(
                 if entry.name.startswith("."):  # macOS writes ._name.jpg files that are not images
                     continue
                 suffix = os.path.splitext(entry.name)[1].lower()
-                if entry.is_dir(follow_symlinks=False):  # also frames in a folder with the name of their video
+                if entry.is_dir(
+                    follow_symlinks=False
+                ):  # also frames in a folder with the name of their video
                     waiting.append(entry.path)
                 elif suffix in suffixes:
                     found.append((entry.path, stamp(entry.path)))
