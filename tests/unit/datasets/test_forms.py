@@ -86,15 +86,15 @@ def test_areas_decide_where_both_forms_fit() -> None:
     [
         ([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]], True),
         ([[0.1, 0.2, 0.4, 1.0004]], True),
-        ([[0, 0, 1, 1]], True),
+        ([[0, 0, 1, 1]], None),  # a whole image, or a pixel
         ([[1, 1, 1, 1]], False),  # the first pixel of a VOC file
         ([[5, 7, 6, 8]], False),
         ([[0.1, 0.2, 0.4, 0.5], [10, 10, 20, 20]], False),
         ([], False),
     ],
 )
-def test_fractions_are_told_from_pixels(boxes: list[list[float]], are: bool) -> None:
-    assert forms.are_fractions(boxes) == are
+def test_fractions_are_told_from_pixels(boxes: list[list[float]], are: bool | None) -> None:
+    assert forms.are_fractions(boxes) is are
 
 
 def coco_file(root: Path, split: str, boxes: Sequence[Sequence[float]], *, sized: bool = True) -> None:

@@ -388,7 +388,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "name":
         data = data.replace(b'"crowd"', b'"crowe"')
     else:
-        data = data.replace(b'"format": "12"', b'"format": "00"')
+        data = data.replace(b'"format": "13"', b'"format": "00"')
     assert bytes(data) != file_of(index).read_bytes()
     file_of(index).unlink()  # the mapped file stays readable
     file_of(index).write_bytes(bytes(data))

@@ -316,3 +316,11 @@ def test_labels_are_part_of_shards(tmp_path: Path) -> None:
     label_file(tmp_path / "set" / "json" / "a.json", shape("cat"), image="..\\imgs\\a.jpg")
     assert called("data", "shard", str(tmp_path / "set"), "--out", str(tmp_path / "packed")).code == 0
     assert rows_by_name(index_of(tmp_path / "packed")) == {"a.jpg": [[0, *BOX]]}
+
+
+def test_a_shape_of_one_pixel_is_no_whole_image_where_other_files_have_pixels(tmp_path: Path) -> None:
+    label_file(tmp_path / "a.json", shape("cup"))
+    label_file(tmp_path / "b.json", shape("cup", [[0, 0], [1, 1]]))
+    index = index_of(tmp_path)
+    assert len(index.classes) == 2 and index.boxes_cxcywh_unit[:, 2:].max() < 0.5
+    assert "numbers-assumed" not in index.problem_kinds

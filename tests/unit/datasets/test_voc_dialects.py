@@ -327,6 +327,16 @@ def test_whole_images_of_a_set_in_fractions_are_fractions_too(tmp_path: Path) ->
     assert index.problem_kinds == {"numbers-assumed": 2}
 
 
+def test_a_box_of_one_pixel_is_no_whole_image_where_other_files_have_pixels(tmp_path: Path) -> None:
+    """Some programs write the box 0, 0, 1, 1 for an image without objects."""
+    root = two_splits(tmp_path, one_object(corners(11, 9, 40, 28)))
+    (root / "Annotations/empty.xml").write_text(f"<annotation>{one_object(corners(0, 0, 1, 1))}</annotation>")
+    write_picture(root / "JPEGImages" / "empty.png", 96, 64)
+    (root / "ImageSets/Main/train.txt").write_text("empty\ntrain\n")
+    index = index_of(root)
+    assert index.boxes_cxcywh_unit[:, 2:].max() < 0.4 and "numbers-assumed" not in index.problem_kinds
+
+
 @pytest.mark.parametrize("box", [(11, 9, 40, 28), (40, 9, 11, 28), (900, 900, 999, 999)])
 def test_a_file_with_many_problems_is_not_read_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: tuple[float, ...]

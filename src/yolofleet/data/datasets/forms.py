@@ -69,8 +69,13 @@ def form_in_words(evidence: np.ndarray, usual: int) -> str:
     return f"{wrong[usual]} of {boxes} boxes do not fit their images as {FORMS[usual]}, which this format has; {others}"
 
 
-def are_fractions(corners: Sequence[Sequence[float]]) -> bool:
-    """Return whether all x1, y1, x2, y2 of a file that should be pixels are fractions: a box in pixels is larger than a pixel."""
+def are_fractions(corners: Sequence[Sequence[float]]) -> bool | None:
+    """Return whether all x1, y1, x2, y2 of a file that should be pixels are fractions: a box in pixels is larger than a pixel.
+
+    None: the file shows nothing, because the box 0, 0, 1, 1 is a whole image, or a pixel that stands for no object.
+    """
     rows = np.array(corners, np.float64).reshape(-1, 4)
     fits = ((rows > -_EDGE) & (rows < 1 + _EDGE)).all()
-    return bool(fits and (rows[:, 2:] > rows[:, :2]).all(1).any())
+    if not (fits and (rows[:, 2:] > rows[:, :2]).all(1).any()):
+        return False
+    return True if (rows != np.rint(rows)).any() else None

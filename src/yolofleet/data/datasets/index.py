@@ -48,7 +48,7 @@ from yolofleet.support.errors import DataError
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 12
+_FORMAT = 13
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
 _COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty", "given_ids")
 

@@ -101,8 +101,8 @@ class LabelmeFiles(LabelFiles):
         stated = stated_size(content.get("imageWidth"), content.get("imageHeight"))
         shapes = [(shape, *self._corners(shape)) for shape in content["shapes"]]
         every = [corners for _, corners, *_ in shapes if corners is not None]
-        boxes = [[*corners.min(0), *corners.max(0)] for corners in every]
-        if forms.are_fractions(boxes):
+        boxes = _boxes_around(every)
+        if self.has_fractions(boxes):
             log.add(Problem(path, None, forms.FRACTIONS, "numbers-assumed"), len(boxes))
             size = (1, 1)
         else:
@@ -166,6 +166,10 @@ class LabelmeFiles(LabelFiles):
         runs = rle.union([*bitmaps, rle.from_polygons(pixels, (height, width))], (height, width))
         return rle.Mask((height, width), runs)
 
+    def corners_in(self, file: str) -> list[list[float]]:
+        found = (self._corners(shape)[0] for shape in _read(file)["shapes"])
+        return _boxes_around([corners for corners in found if corners is not None])
+
     @property
     def has_masks(self) -> bool:
         """See ``SplitReader.has_masks``."""
@@ -210,6 +214,10 @@ class LabelmeFiles(LabelFiles):
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], None, f"shape {mark}: "
+
+
+def _boxes_around(every: Sequence[np.ndarray]) -> list[list[float]]:
+    return [[*corners.min(0).tolist(), *corners.max(0).tolist()] for corners in every]
 
 
 def _runs_of_png(text: object, corners: np.ndarray, size_hw: tuple[int, int]) -> np.ndarray:

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +29,7 @@ from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
 
+FIRST_FILES = 200  # that show what the numbers of all label files of a split mean
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text
 
@@ -170,6 +172,25 @@ class LabelFiles(SplitReader):
 
     def label_file(self, image: int) -> str:
         return self.labels[image]
+
+    def corners_in(self, file: str) -> list[list[float]]:
+        """Return x1, y1, x2, y2 of the boxes in a label file as they stand there. Raises LabelError."""
+        raise NotImplementedError
+
+    def has_fractions(self, corners: Sequence[Sequence[float]]) -> bool:
+        """Return whether the corners of a file are fractions of its image, as far as that or the first files show it."""
+        are = forms.are_fractions(corners)
+        return self._first_have_no_pixels if are is None else are
+
+    @cached_property
+    def _first_have_no_pixels(self) -> bool:
+        existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
+        for at in islice(existing, FIRST_FILES):
+            with suppress(LabelError):
+                corners = self.corners_in(self.labels[at])
+                if corners and forms.are_fractions(corners) is False:
+                    return False
+        return True
 
     def first_problem(self) -> str:
         existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)

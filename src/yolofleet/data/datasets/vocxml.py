@@ -196,9 +196,8 @@ class VocFiles(LabelFiles):
         """Yield the labels of one image; see ``LabelFiles``. For the stated size see ``labels.size_of_boxes``."""
         stated_wh, objects = read_annotation(self.labels[image])
         size: tuple[int, int] = tuple(size_wh.tolist())
-        complete = [found.corners for found in objects if len(found.corners) == 4]
-        corners, first = [[box[side] for side in _CORNERS] for box in complete], 1
-        if forms.are_fractions(corners):
+        corners, first = _corners_of(objects), 1
+        if self.has_fractions(corners):
             log.add(Problem(self.labels[image], None, forms.FRACTIONS, "numbers-assumed"), len(corners))
             size, first = (1, 1) if all(size) else size, 0
         elif all(size):
@@ -221,6 +220,9 @@ class VocFiles(LabelFiles):
                 continue
             log.add(Problem(self.labels[image], found.line, what, kind))
 
+    def corners_in(self, file: str) -> list[list[float]]:
+        return _corners_of(read_annotation(file)[1])
+
     def label_names(self) -> set[str]:
         """Return the names of all objects of these images, and of the XML files beside theirs."""
         others = (file for files in self._xml.values() for file in files.values())
@@ -235,6 +237,11 @@ class VocFiles(LabelFiles):
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
         return label, _lines_of(label, self.label_stamps[image])[mark - 1], f"object {mark}: "
+
+
+def _corners_of(objects: Sequence[VocObject]) -> list[list[float]]:
+    complete = [found.corners for found in objects if len(found.corners) == 4]
+    return [[box[side] for side in _CORNERS] for box in complete]
 
 
 @lru_cache(maxsize=16)  # one for each thread, and for each problem of a file
