@@ -124,17 +124,6 @@ def worker_argv(*words: str) -> list[str]:
     return ["--no-python", *module_argv("yolofleet.training.rank.worker", *words)]
 
 
-def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, str]:
-    """Return the variables that torchrun reads as options, so that ``torchrun SCRIPT`` on every host is one job."""
-    return {
-        "PET_NNODES": str(rendezvous.nodes),
-        "PET_NODE_RANK": str(rendezvous.node),
-        "PET_NPROC_PER_NODE": str(processes),
-        "PET_MASTER_ADDR": rendezvous.address,
-        "PET_MASTER_PORT": str(rendezvous.port),
-    }
-
-
 AGENT_DEFAULTS = {
     **OPENMP_WAITS,
     "OMP_NUM_THREADS": "1",  # torchrun would warn; the worker sets its own count (--threads)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from yolofleet.fleet.hosts.agent_process import (
     StoreEnd,
     agent_arguments,
     agent_environment,
-    rendezvous_environment,
 )
 from yolofleet.fleet.hosts.relay import Relay
 from yolofleet.fleet.hosts.wire_protocol import AGENT
@@ -38,7 +38,7 @@ from yolofleet.storage.atomic import make_folder, open_append, write_text
 from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import StorageError
 from yolofleet.support.system.cgroup import OomKills, oom_kills
-from yolofleet.support.system.children import die_with_parent, open_output
+from yolofleet.support.system.children import die_with, open_output
 from yolofleet.support.system.proc import (
     STOPPED,
     descendants,
@@ -287,16 +287,16 @@ def start(job: Values, here: JobOnHost) -> Running:
 def _start_command(
     command: list[str], here: JobOnHost, place: Rendezvous, processes: int
 ) -> subprocess.Popen[bytes]:
-    environment = here.environment | rendezvous_environment(place, processes)
+    # torchrun reads these variables as options, so that `torchrun SCRIPT` on every host is one job
+    environment = here.environment | {
+        "PET_NNODES": str(place.nodes),
+        "PET_NODE_RANK": str(place.node),
+        "PET_NPROC_PER_NODE": str(processes),
+        "PET_MASTER_ADDR": place.address,
+        "PET_MASTER_PORT": str(place.port),
+    }
     programs = str(Path(sys.executable).parent)  # torchrun, and other programs of this Python
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
-    host_agent = os.getpid()
-
-    def in_child() -> None:
-        die_with_parent()
-        if os.getppid() != host_agent:  # the host agent died before the call above
-            os._exit(1)
-
     return subprocess.Popen(
         command,
         env=environment,
@@ -304,7 +304,7 @@ def _start_command(
         stdout=here.workers_output,
         stderr=here.workers_output,
         start_new_session=True,
-        preexec_fn=in_child,
+        preexec_fn=partial(die_with, os.getpid()),
     )
 
 
