@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from queue import Empty
 from typing import Any
 
-from yolofleet.fleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause, signal_name
+from yolofleet.fleet.hosts.endings import (
+    Ending,
+    Failure,
+    ends_in,
+    failure_of,
+    is_consequence,
+    print_cause,
+    signal_name,
+)
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.messages import Exit, Gone, LastWords, Log, Message, Output
 from yolofleet.fleet.hosts.remote import Remote
@@ -307,7 +315,8 @@ class Watch:
     def _explain(self, resume: str) -> int:
         ended = [self.nodes[node_rank] for node_rank in self.order]
         endings = [self._ending(node) for node in ended]
-        if any(_is_cause(word) for ending in endings for word in ending.words):
+        if any(not is_consequence(word) for ending in endings for word in ending.words):
+            # a rank that stopped on request did so because of another one
             endings = [replace(ending, words=list(map(_ranked, ending.words))) for ending in endings]
         elif not self._is_asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
@@ -381,11 +390,6 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _is_cause(word: LastWords) -> bool:
-    """Return whether a rank ended by itself: not because it lost another one, and not on request."""
-    return not word.secondary and word.exit_code != Stopped.exit_code
-
-
 def _ranked(word: LastWords) -> LastWords:
     """Return the words of a rank, marked as secondary if another rank is the cause."""
-    return word if _is_cause(word) else word.model_copy(update={"secondary": True})
+    return word.model_copy(update={"secondary": is_consequence(word)})
