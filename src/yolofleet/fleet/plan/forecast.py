@@ -221,16 +221,13 @@ COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted figures of a fleet.
+    """The predicted figures of a fleet."""
 
-    Attributes:
-        name: of the fleet, short. likely: with the figures as they are; fast, slow: if all doubts come true.
-    """
-
-    name: str
+    name: str  # of the fleet, short
     work: Workload
     fleet: Fleet
-    likely: Prediction
+    likely: Prediction  # with the figures as they are
+    # fast, slow: if all doubts come true
     fast: Prediction
     slow: Prediction
 

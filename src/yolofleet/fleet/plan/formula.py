@@ -29,20 +29,13 @@ GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; benchmarks/README.md
 
 
 class StepTime(NamedTuple):
-    """Seconds that each part adds to a step. The names are those of ``yolofleet bench train``.
+    """Seconds that each part adds to a step. The names are those of ``yolofleet bench train``."""
 
-    Attributes:
-        network: compute of the rank that takes longest.
-        loader: wait of that rank for images. storage: the part of this wait that the disk causes.
-        stragglers: time by which the slowest of all ranks exceeds one rank's mean.
-        all_reduce: part of the all-reduce that the backward pass does not hide.
-    """
-
-    network: float
-    loader: float
-    storage: float
-    stragglers: float
-    all_reduce: float
+    network: float  # compute of the rank that takes longest
+    loader: float  # wait of that rank for images
+    storage: float  # the part of this wait that the disk causes
+    stragglers: float  # time by which the slowest of all ranks exceeds one rank's mean
+    all_reduce: float  # part of the all-reduce that the backward pass does not hide
 
     @property
     def total(self) -> float:
@@ -51,28 +44,19 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The times of a run, in seconds.
+    """The times of a run, in seconds."""
 
-    Attributes:
-        step: of every epoch but the first; first: of the first epoch, in which the image cache is empty.
-        epoch: with validation and checkpoint; run: all of it.
-        rate_img_s: images/s of training, as ``images_per_s`` of results.csv.
-        devices: of the fleet. price_hour: of the fleet, NaN = unknown.
-        store_price: of all requests to the store, US dollars.
-        parts: seconds of the run that each part adds; "start" is from the command to the first step.
-        busy: mean compute of all ranks in a step, as a share of the longest one.
-    """
-
-    step: StepTime
-    first: StepTime
-    epoch: float
-    run: float
-    rate_img_s: float
-    devices: int
-    price_hour: float
-    store_price: float
+    step: StepTime  # of every epoch but the first
+    first: StepTime  # of the first epoch, in which the image cache is empty
+    epoch: float  # with validation and checkpoint
+    run: float  # the whole run
+    rate_img_s: float  # images/s of training, as ``images_per_s`` of results.csv
+    devices: int  # of the fleet
+    price_hour: float  # of the fleet, NaN = unknown
+    store_price: float  # of all requests to the store, US dollars
+    # seconds of the run that each part adds; "start" is from the command to the first step
     parts: dict[str, float]
-    busy: float
+    busy: float  # mean compute of all ranks in a step, as a share of the longest one
 
     @property
     def cost(self) -> float:
@@ -134,16 +118,12 @@ def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's part of a step.
-
-    Attributes:
-        images: of the step. passes: forward and backward passes. last: images of the last pass.
-    """
+    """A rank's part of a step."""
 
     machine: Machine
-    images: int
-    passes: int
-    last: int
+    images: int  # of the step
+    passes: int  # forward and backward passes
+    last: int  # images of the last pass
 
     @property
     def compute_s(self) -> float:

@@ -20,20 +20,16 @@ FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # size of an element in a m
 
 @dataclass(frozen=True)
 class Network:
-    """The properties of a network that decide the time of a step.
-
-    Attributes:
-        parameters: number of trained parameters.
-        gflops: 10^9 operations of a forward pass of one image at 640 px, as ``families/networks/cost.py`` counts them.
-        ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
-            gradients come first; a share is one of operations.
-        saved_bytes: that the backward pass needs of the forward pass of one image at 640 px, in fp32.
-    """
+    """The properties of a network that decide the time of a step."""
 
     name: str
-    parameters: int
+    parameters: int  # number of trained parameters
+    # 10^9 operations of a forward pass of one image at 640 px, as ``families/networks/cost.py`` counts them
     gflops: float
+    # shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last
+    # layers' gradients come first; a share is one of operations
     ready: tuple[float, ...]
+    # that the backward pass needs of the forward pass of one image at 640 px, in fp32
     saved_bytes: float = 0.0
 
     def ready_at(self, share: float) -> float:
@@ -44,36 +40,28 @@ class Network:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training, as the formula needs it.
-
-    Attributes:
-        img: pixels.
-        images, val_images: of an epoch and of a validation.
-        image_bytes: mean size of an image file.
-        step_images: images of a step, over all ranks, after the warm-up.
-        micro_batch: images; per_pass: micro-batches that pass the network together.
-        workers: loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores.
-        cache: where decoded images are kept; auto: in memory, if all fit into half of it.
-        shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
-        val_period: epochs between validations; 0: only after the last one.
-    """
+    """A training, as the formula needs it."""
 
     network: Network
-    img: int
+    img: int  # pixels
+    # images, val_images: of an epoch and of a validation
     images: int
     val_images: int
-    image_bytes: float
+    image_bytes: float  # mean size of an image file
     epochs: int
-    step_images: int
-    micro_batch: int
-    per_pass: int = 1
+    step_images: int  # images of a step, over all ranks, after the warm-up
+    micro_batch: int  # images
+    per_pass: int = 1  # micro-batches that pass the network together
+    # loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores
     workers: int = -1
+    # where decoded images are kept; auto: in memory, if all fit into half of it
     cache: Literal["none", "ram", "disk", "auto"] = "none"
     reduce: Literal["fast", "fast16", "exact"] = "fast"
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    # of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed
     shares: tuple[float, ...] = ()
     auto_shares: bool = False
-    val_period: int = 1
+    val_period: int = 1  # epochs between validations; 0: only after the last one
 
     @property
     def steps(self) -> float:
@@ -127,16 +115,11 @@ SHOWN_TOGETHER = 4  # images of a mosaic
 
 @dataclass(frozen=True)
 class Link:
-    """The link between two ranks.
+    """The link between two ranks."""
 
-    Attributes:
-        latency_s: of one message.
-        bytes_s: in one direction.
-        tree: latency grows with the logarithm of the ranks (NCCL), else with their number (gloo's ring).
-    """
-
-    latency_s: float
-    bytes_s: float
+    latency_s: float  # of one message
+    bytes_s: float  # in one direction
+    # latency grows with the logarithm of the ranks (NCCL), else with their number (gloo's ring)
     tree: bool = False
 
     def all_reduce_s(self, count_bytes: float, ranks: int) -> float:
@@ -157,15 +140,11 @@ def bytes_s_of(text: str, share: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Store:
-    """The store of a data set: limits of one host, and the price. A host reads each file once, and its disk cache holds them all.
+    """The store of a data set: limits of one host, and the price. A host reads each file once, and its disk cache holds them all."""
 
-    Attributes:
-        bytes_s: of the host's link. latency_s: of one request. price: US dollars for 1,000 requests.
-    """
-
-    bytes_s: float
-    latency_s: float
-    price: float = 0.0
+    bytes_s: float  # of the host's link
+    latency_s: float  # of one request
+    price: float = 0.0  # US dollars for 1,000 requests
 
     @classmethod
     def parse(cls, text: str) -> Store:
@@ -197,54 +176,35 @@ class Doubt(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A host. Seconds are those of the workload, on one of its devices alone.
-
-    Attributes:
-        devices: ranks.
-        cores: CPU cores that all ranks share.
-        pass_s: of a forward and backward pass, besides ``image_s`` for each of its images.
-        update_s: of a step, besides its passes: loss counts, clipping, optimizer, average.
-        load_s: seconds of one core to read, decode and augment an image; cached_s: from the image cache.
-        read_bytes_s: of the storage, for the whole host.
-        inside, between: links between its ranks, and to other hosts.
-        val_image_s: of a validation, for each image of a rank; val_end_s: gather, match and average, on any fleet.
-        save_s: pause of the training for a checkpoint.
-        start_s: from the command to the first step.
-        spread: relative standard deviation of the time of a step of one rank.
-        memory_bytes: of the host; device_bytes: of a device, 0 for a CPU.
-        needed_bytes: of a device, at least, for a pass of one micro-batch; 0 = unknown.
-        on_cpu: loader processes take cores from the network.
-        price_hour: of the host, in US dollars; NaN = unknown.
-        store: of the data set, if it is not on the host's disk. store_reads: images that the host reads from there in the
-            first epoch, for each image of its part.
-        source: where the figures come from.
-    """
+    """A host. Seconds are those of the workload, on one of its devices alone."""
 
     name: str
-    devices: int
-    cores: float
-    pass_s: float
+    devices: int  # ranks
+    cores: float  # CPU cores that all ranks share
+    pass_s: float  # of a forward and backward pass, besides ``image_s`` for each of its images
     image_s: float
-    update_s: float
-    load_s: float
-    cached_s: float
-    read_bytes_s: float
+    update_s: float  # of a step, besides its passes: loss counts, clipping, optimizer, average
+    load_s: float  # seconds of one core to read, decode and augment an image
+    cached_s: float  # the same from the image cache
+    read_bytes_s: float  # of the storage, for the whole host
+    # inside, between: links between its ranks, and to other hosts
     inside: Link
     between: Link
-    val_image_s: float
-    val_end_s: float
-    save_s: float
-    start_s: float
-    spread: float
-    memory_bytes: float
-    device_bytes: float
-    on_cpu: bool
+    val_image_s: float  # of a validation, for each image of a rank
+    val_end_s: float  # of its end: gather, match and average, on any fleet
+    save_s: float  # pause of the training for a checkpoint
+    start_s: float  # from the command to the first step
+    spread: float  # relative standard deviation of the time of a step of one rank
+    memory_bytes: float  # of the host
+    device_bytes: float  # of a device, 0 for a CPU
+    on_cpu: bool  # loader processes take cores from the network
     doubt: Doubt
-    needed_bytes: float = 0.0
-    price_hour: float = math.nan
-    store: Store | None = None
+    needed_bytes: float = 0.0  # of a device, at least, for a pass of one micro-batch; 0 = unknown
+    price_hour: float = math.nan  # of the host, in US dollars; NaN = unknown
+    store: Store | None = None  # of the data set, if it is not on the host's disk
+    # images that the host reads from there in the first epoch, for each image of its part
     store_reads: float = 1.0
-    source: str = ""
+    source: str = ""  # where the figures come from
 
     @property
     def rank_cores(self) -> float:

@@ -47,42 +47,35 @@ class SumTime(Entry):
 
 
 class Probe(Entry):
-    """The figures of one machine for one network and image size. Seconds are those of one device.
-
-    Attributes:
-        device: its name. devices: that the machine has.
-        passes: forward and backward passes of the network, by their images.
-        update_s: the rest of a step. spread: relative standard deviation of the time of a step.
-        load_s: seconds of one core to read, decode and augment an image; cached_s: from the image cache.
-        sums_inside: between devices of this machine; sums_between: between machines, one rank each.
-        val_image_s: of a validation, for each image; val_end_s: the rest of it.
-        save_s: pause of the training for a checkpoint; start_s: from the command to the first step.
-    """
+    """The figures of one machine for one network and image size. Seconds are those of one device."""
 
     version: Literal[1]
     host: Text
-    device: Text
+    device: Text  # its name
     on_cpu: bool
-    devices: Annotated[int, Field(ge=1, le=64)]
+    devices: Annotated[int, Field(ge=1, le=64)]  # that the machine has
     cores: Positive
     memory_bytes: Positive
     device_bytes: Annotated[float, Field(ge=0)]
     model: Text
     img: Annotated[int, Field(ge=32, le=8192)]
     precision: Literal["fp32", "tf32", "fp16", "bf16"]
+    # forward and backward passes of the network, by their images
     passes: Annotated[tuple[PassTime, ...], Field(min_length=1, max_length=100, strict=False)]
-    update_s: Seconds
-    spread: Annotated[float, Field(ge=0, le=10)]
-    load_s: Positive
-    cached_s: Positive
+    update_s: Seconds  # the rest of a step
+    spread: Annotated[float, Field(ge=0, le=10)]  # relative standard deviation of the time of a step
+    load_s: Positive  # seconds of one core to read, decode and augment an image
+    cached_s: Positive  # the same from the image cache
     image_bytes: Positive
     read_bytes_s: Positive
+    # between devices of this machine
     sums_inside: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
+    # between machines, one rank each
     sums_between: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
-    val_image_s: Positive
-    val_end_s: Seconds
-    save_s: Seconds
-    start_s: Seconds
+    val_image_s: Positive  # of a validation, for each image
+    val_end_s: Seconds  # the rest of it
+    save_s: Seconds  # pause of the training for a checkpoint
+    start_s: Seconds  # from the command to the first step
 
     def pass_line(self) -> tuple[float, float]:
         """Return (seconds of a pass besides its images, seconds of an image), by least squares."""

@@ -42,21 +42,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Simulation:
-    """The figures of a simulated fleet: seconds, as means over ranks and steps.
+    """The figures of a simulated fleet: seconds, as means over ranks and steps."""
 
-    Attributes:
-        step_s, first_step_s: of later epochs, and of the first one, in which the image cache is empty.
-        rate_img_s: images/s of training in later epochs.
-        epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``.
-        waits: of a step of later epochs: compute; loader and storage (own images); counts (the message, and other ranks'
-            images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``.
-    """
-
+    # step_s, first_step_s: of later epochs, and of the first one, in which the image cache is empty
     step_s: float
     first_step_s: float
-    rate_img_s: float
+    rate_img_s: float  # images/s of training in later epochs
+    # epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``
     epoch_s: float
     run_s: float
+    # of a step of later epochs: compute; loader and storage (own images); counts (the message, and other
+    # ranks' images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``
     waits: dict[str, float]
 
     def row(self, name: str, predicted_img_s: float) -> list[str]:
