@@ -18,31 +18,20 @@ OPEN_FILES = 256  # libraries, logs, sockets
 
 @dataclass(frozen=True)
 class RunResources:
-    """Settings of a run that the doctor needs to check a machine.
+    """Settings of a run that the doctor needs to check a machine."""
 
-    Attributes:
-        device: as ``--device``; a host of a fleet may have another.
-        one_process: one process drives all devices (``--parallel dp``).
-        workers: loader processes of each rank; -1 = chosen from the number of cores.
-        micro_batch, val_batch: images.
-        is_measured: the run will measure its micro-batch, so ``micro_batch`` is an assumption.
-        img: side of an image, pixels.
-        data: the data set; "" for none.
-        single_cls: treat all its classes as one.
-        results: parent folder of the run folder.
-        data_digest: module that prints digests of a data set when it is started with ``python -m``.
-    """
-
-    device: str
-    one_process: bool
-    workers: int
+    device: str  # as ``--device``; a host of a fleet may have another
+    one_process: bool  # one process drives all devices (``--parallel dp``)
+    workers: int  # loader processes of each rank; -1 = chosen from the number of cores
+    # micro_batch, val_batch: images
     micro_batch: int
     val_batch: int
-    img: int
-    data: str
-    single_cls: bool
-    results: Path
-    is_measured: bool = False
+    img: int  # side of an image, pixels
+    data: str  # the data set; "" for none
+    single_cls: bool  # treat all its classes as one
+    results: Path  # parent folder of the run folder
+    is_measured: bool = False  # the run will measure its micro-batch, so ``micro_batch`` is an assumption
+    # module that prints digests of a data set when it is started with ``python -m``
     data_digest: str = "yolofleet.fleet.launch.data_digest"
 
 
@@ -71,21 +60,13 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """What a run needs of one machine.
+    """What a run needs of one machine."""
 
-    Attributes:
-        wanted: settings of the run.
-        ranks: processes that train.
-        workers: loader processes of each rank.
-        on_gpu: the run uses CUDA devices.
-        gpu_ids: numbers of the CUDA devices, if ``--device`` names them.
-    """
-
-    wanted: RunResources
-    ranks: int
-    workers: int
-    on_gpu: bool
-    gpu_ids: tuple[int, ...] = ()
+    wanted: RunResources  # settings of the run
+    ranks: int  # processes that train
+    workers: int  # loader processes of each rank
+    on_gpu: bool  # the run uses CUDA devices
+    gpu_ids: tuple[int, ...] = ()  # numbers of the CUDA devices, if ``--device`` names them
 
     @property
     def waiting(self) -> int:

@@ -17,38 +17,27 @@ from yolofleet.support.errors import YolofleetError
 
 @dataclass(frozen=True)
 class Peer:
-    """A host that answers.
+    """A host that answers."""
 
-    Attributes:
-        name: as the user calls it.
-        ask: takes the name of a probe and its arguments, returns the answer; raises YolofleetError if the host is lost.
-        device: as ``--device`` there.
-        address, interface: where others shall reach it; "" = to be found.
-        data: data set there.
-    """
-
-    name: str
+    name: str  # as the user calls it
+    # takes the name of a probe and its arguments, returns the answer; raises YolofleetError if the host is
+    # lost
     ask: Callable[[str, Mapping[str, Any]], Any]
-    device: str = "auto"
+    device: str = "auto"  # as ``--device`` there
+    # address, interface: where others shall reach it; "" = to be found
     address: str = ""
     interface: str = ""
-    data: str = ""
+    data: str = ""  # data set there
 
 
 @dataclass
 class Examination:
-    """What was found, and what the next question needs.
+    """What was found, and what the next question needs."""
 
-    Attributes:
-        peers: hosts that still answer.
-        facts: of each host that answered.
-        endpoints: where the others reach each host.
-    """
-
-    peers: list[Peer]
+    peers: list[Peer]  # hosts that still answer
     findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, HostFacts] = field(default_factory=dict)
-    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    facts: dict[str, HostFacts] = field(default_factory=dict)  # of each host that answered
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)  # where the others reach each host
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(

@@ -24,24 +24,16 @@ Text = str | Mapping[str, str]  # the same for all levels, or one for each
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the doctor saw.
+    """One thing that the doctor saw."""
 
-    Attributes:
-        code: stable name for programs and documents, such as ``port-busy``.
-        level: ``ok``: as it should be; ``note``: worth knowing; ``warn``: works, but slower or not for long;
-            ``fault``: a run cannot start or continue.
-        where: the host, pair of hosts, rank or line that it is about; "" = this machine.
-        seen: what was measured or read, with the values.
-        why: what it means for a run; "" = nothing to add.
-        fix: a command to type, or a sentence; "" = nothing to do.
-    """
-
-    code: str
+    code: str  # stable name for programs and documents, such as ``port-busy``
+    # ``ok``: as it should be; ``note``: worth knowing; ``warn``: works, but slower or not for long;
+    # ``fault``: a run cannot start or continue
     level: Level
-    where: str
-    seen: str
-    why: str = ""
-    fix: str = ""
+    where: str  # the host, pair of hosts, rank or line that it is about; "" = this machine
+    seen: str  # what was measured or read, with the values
+    why: str = ""  # what it means for a run; "" = nothing to add
+    fix: str = ""  # a command to type, or a sentence; "" = nothing to do
 
     def __post_init__(self) -> None:
         """Replace control characters: names, variables and logs may hold them, and a terminal would obey them."""
@@ -62,13 +54,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of ``findings.yaml``, which describes the fields. The first level is the default.
+    """A row of ``findings.yaml``, which describes the fields. The first level is the default."""
 
-    Attributes:
-        section: the heading above the row.
-    """
-
-    section: str
+    section: str  # the heading above the row
     code: str
     levels: tuple[Level, ...]
     meaning: str

@@ -141,17 +141,11 @@ class Torch(Model):
 
 
 class Child(Model):
-    """The answer of a child process.
+    """The answer of a child process."""
 
-    Attributes:
-        problem: why there is no answer; "" if there is one.
-        late: the process took too long.
-        ANSWER: names of the values that an answer without a problem has.
-    """
-
-    ANSWER: ClassVar[tuple[str, ...]] = ()
-    problem: Text = ""
-    late: bool = False
+    ANSWER: ClassVar[tuple[str, ...]] = ()  # names of the values that an answer without a problem has
+    problem: Text = ""  # why there is no answer; "" if there is one
+    late: bool = False  # the process took too long
 
     @model_validator(mode="before")
     @classmethod

@@ -15,13 +15,9 @@ ORDERS = ("machine", "named", "ended", "unnamed", "follows", "explained")  # the
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table, which describes the fields.
+    """A row of the table, which describes the fields."""
 
-    Attributes:
-        section: the heading above the row.
-    """
-
-    section: str
+    section: str  # the heading above the row
     code: str
     why: str
     patterns: tuple[str, ...] = ()

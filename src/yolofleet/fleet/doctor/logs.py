@@ -112,24 +112,17 @@ _FIELD = re.compile(r"^\s*(rank|host)\s*: (\S+)")
 
 @dataclass
 class _Seen:
-    """What is remembered of one kind of finding.
-
-    Attributes:
-        firm: at least once it was more than a failed attempt.
-        healed: the processes met after the last failed attempt.
-        root: torchrun names it as the first failure.
-        explained: the lines after it name the cause.
-    """
+    """What is remembered of one kind of finding."""
 
     rule: Rule
     line: int
     text: str
     count: int = 0
     ranks: set[int] = field(default_factory=set)
-    firm: bool = False
-    healed: bool = False
-    root: bool = False
-    explained: bool = False
+    firm: bool = False  # at least once it was more than a failed attempt
+    healed: bool = False  # the processes met after the last failed attempt
+    root: bool = False  # torchrun names it as the first failure
+    explained: bool = False  # the lines after it name the cause
     host: str = ""
     fix: str = ""
 

@@ -81,22 +81,17 @@ def within(deadline_s: float, work: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the doctor reads a machine. It writes nothing.
+    """Where the doctor reads a machine. It writes nothing."""
 
-    Attributes:
-        proc, system, etc, dev: where /proc, /sys, /etc and /dev are.
-        shm: the folder of shared memory.
-        run: runs a program (argv, timeout in seconds).
-    """
-
+    # proc, system, etc, dev: where /proc, /sys, /etc and /dev are
     proc: Path = Path("/proc")
     system: Path = Path("/sys")
     etc: Path = Path("/etc")
     dev: Path = Path("/dev")
-    shm: Path = Path("/dev/shm")
+    shm: Path = Path("/dev/shm")  # the folder of shared memory
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     platform: str = sys.platform
-    run: Callable[[Sequence[str], float], Answer] = command
+    run: Callable[[Sequence[str], float], Answer] = command  # runs a program (argv, timeout in seconds)
 
     @property
     def groups(self) -> Path:

@@ -305,16 +305,12 @@ def best_endpoint(
 
 @dataclass(frozen=True)
 class Target:
-    """What a host tries to connect to.
-
-    Attributes:
-        purpose: what uses such a port.
-    """
+    """What a host tries to connect to."""
 
     host: str
     address: str
     port: int
-    purpose: str
+    purpose: str  # what uses such a port
 
 
 def judge_way(

@@ -33,58 +33,40 @@ SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This host's place among the hosts of a run.
+    """This host's place among the hosts of a run."""
 
-    Attributes:
-        node: number of this host, of ``nodes``.
-        address, port: where the host ``store_node`` lets the other hosts reach the run's store.
-        interface: name of this host's network interface that the other hosts reach.
-        secret: hexadecimal key of the store. Empty for a command, which has no store.
-        store_node: number of the host that runs the store; any host can.
-        hosts: names of all. timeout_s: how long one waits for the others.
-    """
-
-    node: int
+    node: int  # number of this host, of ``nodes``
     nodes: int
+    # address, port: where the host ``store_node`` lets the other hosts reach the run's store
     address: str
     port: int
-    interface: str
+    interface: str  # name of this host's network interface that the other hosts reach
+    # hexadecimal key of the store. Empty for a command, which has no store
     secret: str = field(default="", repr=False)
-    store_node: int = 0
-    hosts: Sequence[str] = ()
-    timeout_s: int = 600
+    store_node: int = 0  # number of the host that runs the store; any host can
+    hosts: Sequence[str] = ()  # names of all
+    timeout_s: int = 600  # how long one waits for the others
 
 
 @dataclass(frozen=True)
 class StoreEnd:
-    """This host's end of the run's store, always on 127.0.0.1.
+    """This host's end of the run's store, always on 127.0.0.1."""
 
-    Attributes:
-        port: of the store, or of the relay that leads to it.
-        listener: file descriptor of the socket that listens on ``port``, if the agent of this host owns the store.
-    """
-
-    port: int = 0
+    port: int = 0  # of the store, or of the relay that leads to it
+    # file descriptor of the socket that listens on ``port``, if the agent of this host owns the store
     listener: int | None = None
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What one machine runs: ``processes`` workers, which read the job in the run ``folder``.
-
-    Attributes:
-        job: file of the configuration; None = ``logs/job.yaml`` of the folder.
-        rendezvous: None if there is no other machine.
-        restarts: attempts before this one, which a failure or a joining host ended.
-        resume_options: of the command that resumes the run.
-    """
+    """What one machine runs: ``processes`` workers, which read the job in the run ``folder``."""
 
     folder: Path
     processes: int
-    job: Path | None = None
-    rendezvous: Rendezvous | None = None
-    restarts: int = 0
-    resume_options: tuple[str, ...] = ()
+    job: Path | None = None  # file of the configuration; None = ``logs/job.yaml`` of the folder
+    rendezvous: Rendezvous | None = None  # None if there is no other machine
+    restarts: int = 0  # attempts before this one, which a failure or a joining host ended
+    resume_options: tuple[str, ...] = ()  # of the command that resumes the run
 
 
 def agent_arguments(job: JobSpec, store_port: int = 0) -> list[str]:

@@ -131,45 +131,27 @@ def _end_of(log: Path, most_bytes: int, begin: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes of one machine ended.
+    """How the processes of one machine ended."""
 
-    Attributes:
-        code: of torchrun's agent; below 0: a signal.
-        words: why its workers failed.
-        log: of the agent.
-        source: the file of that log.
-        host: its name, if there are several.
-        ahead_s: how far its clock is ahead.
-        killed: see :func:`exit_text`.
-    """
-
-    code: int
-    words: Sequence[LastWords]
-    log: str
-    source: str
-    host: str = ""
-    ahead_s: float = 0.0
-    killed: OomKills = UNKNOWN
+    code: int  # of torchrun's agent; below 0: a signal
+    words: Sequence[LastWords]  # why its workers failed
+    log: str  # of the agent
+    source: str  # the file of that log
+    host: str = ""  # its name, if there are several
+    ahead_s: float = 0.0  # how far its clock is ahead
+    killed: OomKills = UNKNOWN  # see :func:`exit_text`
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed.
+    """Why an attempt failed."""
 
-    Attributes:
-        text: what failed, in one line.
-        kind: the same text for the same fault, whatever the rank.
-        step: number of steps done; -1: none.
-        may_pass: another attempt may succeed.
-        host: where it failed; "" if no host is to blame: all ranks waited, or a rank lost another one.
-        details: the further lines of the error, such as what to try; printed if another attempt follows.
-    """
-
-    text: str
-    kind: str
-    step: int
-    may_pass: bool
-    host: str = ""
+    text: str  # what failed, in one line
+    kind: str  # the same text for the same fault, whatever the rank
+    step: int  # number of steps done; -1: none
+    may_pass: bool  # another attempt may succeed
+    host: str = ""  # where it failed; "" if no host is to blame: all ranks waited, or a rank lost another one
+    # the further lines of the error, such as what to try; printed if another attempt follows
     details: str = ""
 
 

@@ -37,29 +37,18 @@ Values = TypeVar("Values", bound=Frozen)
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a fleet.
+    """One machine of a fleet."""
 
-    Attributes:
-        name: as OpenSSH knows it; ``localhost`` is this machine, without ssh.
-        device: as ``--device`` there: ``cpu:2``, ``0,2``, or ``all`` until its GPUs are counted.
-        address: where the other hosts reach it; "" = the preflight check chooses one.
-        interface: the network interface for communication; "" = the preflight check chooses one.
-        python: an interpreter that has yolofleet; "" = the same path as here.
-        folder: the working folder; "" = the same path as here.
-        data: the data set there; "" = as ``--data``.
-        env: environment variables of all processes there. The list of processes shows them, so no secrets.
-        is_here: this process runs there, so it needs no ssh.
-    """
-
-    name: str
-    device: str
-    address: str = ""
-    interface: str = ""
-    python: str = ""
-    folder: str = ""
-    data: str = ""
+    name: str  # as OpenSSH knows it; ``localhost`` is this machine, without ssh
+    device: str  # as ``--device`` there: ``cpu:2``, ``0,2``, or ``all`` until its GPUs are counted
+    address: str = ""  # where the other hosts reach it; "" = the preflight check chooses one
+    interface: str = ""  # the network interface for communication; "" = the preflight check chooses one
+    python: str = ""  # an interpreter that has yolofleet; "" = the same path as here
+    folder: str = ""  # the working folder; "" = the same path as here
+    data: str = ""  # the data set there; "" = as ``--data``
+    # environment variables of all processes there. The list of processes shows them, so no secrets
     env: Mapping[str, str] = field(default_factory=dict)
-    is_here: bool = False
+    is_here: bool = False  # this process runs there, so it needs no ssh
 
     @property
     def processes(self) -> int:
@@ -68,20 +57,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Attributes:
-    hosts: rank 0 runs on the first.
-    source: the option or file that names the fleet.
-    port: of the rendezvous on the first host, or the next free one.
-    silence_s: timeout of heartbeats, after which a host ends everything.
-    grace_s: seconds from a request to stop until processes are killed.
-    starts_on: a run starts on so many of the hosts; the others wait to replace a lost one. 0: on all.
-    """
+    """The machines of a run."""
 
-    hosts: tuple[Host, ...]
-    source: str = "--hosts"
-    port: int = FIRST_PORT
-    silence_s: float = 20.0
-    grace_s: float = 30.0
+    hosts: tuple[Host, ...]  # rank 0 runs on the first
+    source: str = "--hosts"  # the option or file that names the fleet
+    port: int = FIRST_PORT  # of the rendezvous on the first host, or the next free one
+    silence_s: float = 20.0  # timeout of heartbeats, after which a host ends everything
+    grace_s: float = 30.0  # seconds from a request to stop until processes are killed
+    # a run starts on so many of the hosts; the others wait to replace a lost one. 0: on all
     starts_on: int = 0
 
     @property

@@ -28,28 +28,19 @@ MOST_RECORD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """A job on this host.
+    """A job on this host."""
 
-    Attributes:
-        job: its name, the same on every host of the fleet.
-        title: a short description for a person.
-        folder: of the run, on this host; "" for a command.
-        ranks: the first rank on this host, and their number.
-        host_agent: (PID, start time) of the process that ends the job here on SIGTERM.
-        began_s, ended_s: seconds since 1970; 0 = not yet.
-        code: exit code of the agent, None while it runs.
-    """
-
-    job: str
-    title: str
+    job: str  # its name, the same on every host of the fleet
+    title: str  # a short description for a person
     host: str
-    folder: str
+    folder: str  # of the run, on this host; "" for a command
     node: int
-    ranks: tuple[int, int]
-    host_agent: tuple[int, str]
+    ranks: tuple[int, int]  # the first rank on this host, and their number
+    host_agent: tuple[int, str]  # (PID, start time) of the process that ends the job here on SIGTERM
+    # began_s, ended_s: seconds since 1970; 0 = not yet
     began_s: float
     ended_s: float = 0.0
-    code: int | None = None
+    code: int | None = None  # exit code of the agent, None while it runs
 
     @property
     def runs(self) -> bool:

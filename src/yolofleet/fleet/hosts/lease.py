@@ -40,34 +40,22 @@ KEPT = 20  # leases of runs that have ended
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease of a run, as one host knows it.
+    """The lease of a run, as one host knows it."""
 
-    Attributes:
-        job, title: as in ``jobs.Record``.
-        term: number of the lease; each new launcher has a higher one.
-        holder: name of the host that supervises.
-        voters: lists of names of hosts, in the order of their ranks; a majority of each list is needed. Usually one.
-        version: number of these lists.
-        lasts_s: how long the lease lasts without renewal.
-        began_s: when the run began, in seconds since 1970.
-        renewed_s: when it was renewed, on this machine's clock (:func:`clock`).
-        folder: of the run, on this host; "" = not made yet.
-        code: exit code of the run; None while it runs.
-        machine: identifier of the machine since its start.
-    """
-
+    # job, title: as in ``jobs.Record``
     job: str
     title: str
-    term: int
-    holder: str
+    term: int  # number of the lease; each new launcher has a higher one
+    holder: str  # name of the host that supervises
+    # lists of names of hosts, in the order of their ranks; a majority of each list is needed. Usually one
     voters: tuple[tuple[str, ...], ...]
-    version: int
-    lasts_s: float
-    began_s: float = 0.0
-    renewed_s: float = 0.0
-    folder: str = ""
-    code: int | None = None
-    machine: str = ""
+    version: int  # number of these lists
+    lasts_s: float  # how long the lease lasts without renewal
+    began_s: float = 0.0  # when the run began, in seconds since 1970
+    renewed_s: float = 0.0  # when it was renewed, on this machine's clock (:func:`clock`)
+    folder: str = ""  # of the run, on this host; "" = not made yet
+    code: int | None = None  # exit code of the run; None while it runs
+    machine: str = ""  # identifier of the machine since its start
 
     @property
     def is_over(self) -> bool:

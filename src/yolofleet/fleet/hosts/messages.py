@@ -59,21 +59,16 @@ class Log(Model):
 
 
 class LastWords(Model):
-    """Why a worker failed, as it wrote it (``training/rank/worker.py``).
-
-    Attributes:
-        secondary: it failed because another rank did.
-        of_all: all ranks report the same failure.
-        leaves: the run must go on without its host: the machine will be taken away, or one of its GPUs failed.
-    """
+    """Why a worker failed, as it wrote it (``training/rank/worker.py``)."""
 
     rank: Whole
     host: Text
     message: LongText
     exit_code: Annotated[int, Field(ge=0, le=255)]
     time: Number
-    secondary: bool = False
-    of_all: bool = False
+    secondary: bool = False  # it failed because another rank did
+    of_all: bool = False  # all ranks report the same failure
+    # the run must go on without its host: the machine will be taken away, or one of its GPUs failed
     leaves: bool = False
 
 
@@ -85,23 +80,16 @@ class Killed(Model):
 
 
 class Exit(Model):
-    """The end of a job on a host.
-
-    Attributes:
-        code: of torchrun's agent, or of the command.
-        log: the end of the agent's log.
-        why: why the host agent ended the job; "" if it ended by itself.
-        stopped: ranks that could not react when they were asked to end.
-        step: number of steps done; -1 if none was done.
-    """
+    """The end of a job on a host."""
 
     type: Literal["exit"] = "exit"
-    code: Ending
+    code: Ending  # of torchrun's agent, or of the command
     words: Annotated[list[LastWords], Field(max_length=MOST_RANKS)] = []
-    log: LongText = ""
-    why: LongText = ""
+    log: LongText = ""  # the end of the agent's log
+    why: LongText = ""  # why the host agent ended the job; "" if it ended by itself
+    # ranks that could not react when they were asked to end
     stopped: Annotated[list[Text], Field(max_length=MOST_RANKS)] = []
-    step: Annotated[int, Field(ge=-1, lt=2**53)] = -1
+    step: Annotated[int, Field(ge=-1, lt=2**53)] = -1  # number of steps done; -1 if none was done
     killed: Killed = Killed()
 
 

@@ -84,24 +84,17 @@ def decoder() -> Callable[[bytes], str]:
 
 @dataclass
 class JobOnHost:
-    """What stays on this host between the attempts of a job.
+    """What stays on this host between the attempts of a job."""
 
-    Attributes:
-        output: descriptor of what the agent and its workers print. workers_output: their end.
-        logs: the folder of logs; None for a command.
-        streamed: the launcher does not see this disk, so it gets the logs.
-        tails: logs of the current attempt, by rank and ``AGENT``; none for a command.
-        is_mute: all processes have closed their end of ``output``.
-    """
-
-    output: int
-    workers_output: int
-    logs: Path | None
-    streamed: bool
+    output: int  # descriptor of what the agent and its workers print
+    workers_output: int  # the end that these write to
+    logs: Path | None  # the folder of logs; None for a command
+    streamed: bool  # the launcher does not see this disk, so it gets the logs
     environment: dict[str, str]
     agent: ServedAgent | None = None
+    # logs of the current attempt, by rank and ``AGENT``; none for a command
     tails: dict[int, Tail] = field(default_factory=dict)
-    is_mute: bool = False
+    is_mute: bool = False  # all processes have closed their end of ``output``
     tailed_at_s: float = 0.0
     decode: Callable[[bytes], str] = field(default_factory=decoder)
 
@@ -157,24 +150,17 @@ class JobOnHost:
 
 @dataclass
 class Running:
-    """One attempt of a job: torchrun's agent, or a command, and all processes below it.
-
-    Attributes:
-        log_offset: where the agent's log of this attempt begins.
-        relay: to the run's store, if the run has other hosts.
-        why: why the host agent ended the attempt; "" if it did not.
-        stopped: ranks that could not react when they were asked to end.
-    """
+    """One attempt of a job: torchrun's agent, or a command, and all processes below it."""
 
     record: jobs.Record
     here: JobOnHost
     agent: subprocess.Popen[bytes] | ServedAgent
-    log_offset: int
+    log_offset: int  # where the agent's log of this attempt begins
     grace_s: float
-    relay: Relay | None = None
+    relay: Relay | None = None  # to the run's store, if the run has other hosts
     killed_before: OomKills = field(default_factory=oom_kills)
-    why: str = ""
-    stopped: list[str] = field(default_factory=list)
+    why: str = ""  # why the host agent ended the attempt; "" if it did not
+    stopped: list[str] = field(default_factory=list)  # ranks that could not react when they were asked to end
     kill_at_s: float = float("inf")
     has_signalled_rest: bool = False
     ended_at_s: float = float("inf")

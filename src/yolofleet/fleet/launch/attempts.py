@@ -44,17 +44,11 @@ RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 @dataclass
 class RunHost:
-    """A host that a run has, or had. Its number, ``host_index``, never changes.
+    """A host that a run has, or had. Its number, ``host_index``, never changes."""
 
-    Attributes:
-        remote: the connection; a host that came back has a new one.
-        endpoint: where the other hosts reach it.
-        is_away: it was left out, or is new and has not taken part yet.
-    """
-
-    remote: Remote
-    endpoint: Endpoint
-    is_away: bool = False
+    remote: Remote  # the connection; a host that came back has a new one
+    endpoint: Endpoint  # where the other hosts reach it
+    is_away: bool = False  # it was left out, or is new and has not taken part yet
 
     @property
     def name(self) -> str:

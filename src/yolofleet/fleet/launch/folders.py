@@ -63,34 +63,23 @@ ASK_S = 5.0  # timeout at the end, when a host may be lost
 
 @dataclass(frozen=True)
 class Site:
-    """The run's folder on one host.
+    """The run's folder on one host."""
 
-    Attributes:
-        folder: its full path there.
-        owner: LAUNCHER, or the first host that sees the same disk.
-        made: that host made it for this run.
-    """
-
-    folder: str
-    owner: str
-    made: bool
+    folder: str  # its full path there
+    owner: str  # LAUNCHER, or the first host that sees the same disk
+    made: bool  # that host made it for this run
 
 
 @dataclass
 class Folders:
-    """The run's folder here and on every host.
-
-    Attributes:
-        sites: of the hosts, in their order.
-        mark: name of the file that shows which hosts share a disk.
-        order: numbers of the hosts: first those that have the newest results. Empty: as in ``sites``.
-        newest: step of the newest state of each owner of a disk, as :meth:`has_states` last found it; -1: none.
-    """
+    """The run's folder here and on every host."""
 
     here: RunFolder
-    sites: list[Site]
-    mark: str
+    sites: list[Site]  # of the hosts, in their order
+    mark: str  # name of the file that shows which hosts share a disk
+    # numbers of the hosts: first those that have the newest results. Empty: as in ``sites``
     order: list[int] = field(default_factory=list)
+    # step of the newest state of each owner of a disk, as :meth:`has_states` last found it; -1: none
     newest: dict[str, int] = field(default_factory=dict)
 
     @classmethod

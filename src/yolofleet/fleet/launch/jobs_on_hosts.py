@@ -172,17 +172,12 @@ LONGEST_LINE = 1 << 20  # bytes; what is longer is cut
 
 @dataclass
 class Log:
-    """What a rank writes on its host, line by line, of which a few pieces are in memory at a time.
-
-    Attributes:
-        offset: bytes that have been read or skipped.
-        half: the beginning of a line whose end has not been read.
-    """
+    """What a rank writes on its host, line by line, of which a few pieces are in memory at a time."""
 
     remote: Remote
     file: str
-    offset: int = 0
-    half: bytes = b""
+    offset: int = 0  # bytes that have been read or skipped
+    half: bytes = b""  # the beginning of a line whose end has not been read
 
     def skip_to_last(self, lines: int) -> bool:
         """Go to the beginning of the last ``lines`` lines. Return whether the file has more before it."""

@@ -33,24 +33,16 @@ MOST_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Order:
-    """Settings of the standby launcher of one host.
+    """Settings of the standby launcher of one host."""
 
-    Attributes:
-        job, title: as in ``jobs.Record``.
-        here: name of its host.
-        fleet: all hosts.
-        run: the configuration, and the folder that the run resumes.
-        folder: the working folder.
-        begins: the run begins, so no host has a lease yet.
-    """
-
+    # job, title: as in ``jobs.Record``
     job: str
     title: str
-    here: str
-    fleet: Fleet
-    run: Mapping[str, Any]
-    folder: str
-    begins: bool = False
+    here: str  # name of its host
+    fleet: Fleet  # all hosts
+    run: Mapping[str, Any]  # the configuration, and the folder that the run resumes
+    folder: str  # the working folder
+    begins: bool = False  # the run begins, so no host has a lease yet
 
     def write(self) -> None:
         """Write the order to this host's file. Raise StorageError: the disk refused."""
@@ -98,22 +90,16 @@ def appoint(host: Host, order: Order) -> None:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How this process supervises a run.
+    """How this process supervises a run."""
 
-    Attributes:
-        order: of the standby launcher that started it.
-        term, voters, version: of the lease.
-        fleet: the hosts that can be reached now. absent: the others, which take part when they can.
-        folder: of the run that it takes over; "" = a new run.
-    """
-
-    order: Order
+    order: Order  # of the standby launcher that started it
+    # term, voters, version: of the lease
     term: int
     voters: Sequence[Sequence[str]]
     version: int
-    fleet: Fleet | None = None
-    absent: tuple[Host, ...] = ()
-    folder: str = ""
+    fleet: Fleet | None = None  # the hosts that can be reached now
+    absent: tuple[Host, ...] = ()  # the others, which take part when they can
+    folder: str = ""  # of the run that it takes over; "" = a new run
 
 
 ORDER, SUPERVISION = TypeAdapter(Order), TypeAdapter(Supervision)

@@ -36,22 +36,16 @@ OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it.
-
-    Attributes:
-        recipe: of a training; None for a validation.
-        fleet: the hosts; None: this machine.
-        processes: number of processes to start on this machine. 1: this process does the work, alone or as one of
-            several that another launcher started.
-        resumed: the folder of the run to resume; None: a new run.
-        supervision: this process is the launcher of a detached run; None: a person started it.
-    """
+    """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it."""
 
     config: Resolved[TrainConfig] | Resolved[ValConfig]
-    recipe: Resolved[Recipe] | None
-    fleet: Fleet | None
+    recipe: Resolved[Recipe] | None  # of a training; None for a validation
+    fleet: Fleet | None  # the hosts; None: this machine
+    # number of processes to start on this machine. 1: this process does the work, alone or as one of several
+    # that another launcher started
     processes: int
-    resumed: Path | None
+    resumed: Path | None  # the folder of the run to resume; None: a new run
+    # this process is the launcher of a detached run; None: a person started it
     supervision: Supervision | None = None
 
     @property

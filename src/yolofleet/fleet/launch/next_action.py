@@ -30,15 +30,10 @@ FAILED_GRACE_S = 8.0
 
 @dataclass(frozen=True)
 class RestartRules:
-    """When a run goes on after a failure.
+    """When a run goes on after a failure."""
 
-    Attributes:
-        restarts: at most so many within an hour; 0: the first failure ends the run.
-        min_devices: with fewer, the run waits for hosts to come back.
-    """
-
-    restarts: int = 0
-    min_devices: int = 1
+    restarts: int = 0  # at most so many within an hour; 0: the first failure ends the run
+    min_devices: int = 1  # with fewer, the run waits for hosts to come back
 
 
 # -- while an attempt runs -----------------------------------------------------------------------------------
@@ -46,22 +41,14 @@ class RestartRules:
 
 @dataclass(frozen=True)
 class RunningAttempt:
-    """What the launcher knows of an attempt that runs.
+    """What the launcher knows of an attempt that runs."""
 
-    Attributes:
-        stop_requests: how often someone asked the run to stop.
-        must_end: this launcher has lost the lease of the run.
-        failed_for_s: seconds since the first host failed or was lost; None: none did.
-        has_lost_host: a host cannot be reached any longer, so it will not report why it failed.
-        goes_on: another attempt may follow a failure, because ``--restarts`` is not 0.
-        has_host_to_join: a host waits to take part, and the ranks were not asked to save and stop for it yet.
-    """
-
-    stop_requests: int = 0
-    must_end: bool = False
-    failed_for_s: float | None = None
-    has_lost_host: bool = False
-    goes_on: bool = False
+    stop_requests: int = 0  # how often someone asked the run to stop
+    must_end: bool = False  # this launcher has lost the lease of the run
+    failed_for_s: float | None = None  # seconds since the first host failed or was lost; None: none did
+    has_lost_host: bool = False  # a host cannot be reached any longer, so it will not report why it failed
+    goes_on: bool = False  # another attempt may follow a failure, because ``--restarts`` is not 0
+    # a host waits to take part, and the ranks were not asked to save and stop for it yet
     has_host_to_join: bool = False
 
 
@@ -99,27 +86,17 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class EndedAttempt:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        hosts: names of its hosts, by host_index.
-        failure: why it failed; None: it succeeded, or someone asked the run to stop.
-        gone: why a host cannot take part any longer, by host_index: LOST, TAKEN_AWAY or GPU_FAILED.
-        joined: host_index of each host that took part for the first time, or again.
-        steps_before: number of steps that the run had done before this attempt.
-        made_room: the ranks saved and stopped so that another host can take part.
-        has_busy_port: it did not begin, because another process took its port.
-        ports_left: how many further ports may be tried.
-    """
-
-    hosts: Mapping[int, str]
-    failure: Failure | None = None
+    hosts: Mapping[int, str]  # names of its hosts, by host_index
+    failure: Failure | None = None  # why it failed; None: it succeeded, or someone asked the run to stop
+    # why a host cannot take part any longer, by host_index: LOST, TAKEN_AWAY or GPU_FAILED
     gone: Mapping[int, Why] = field(default_factory=dict)
-    joined: Sequence[int] = ()
-    steps_before: int = -1
-    made_room: bool = False
-    has_busy_port: bool = False
-    ports_left: int = 0
+    joined: Sequence[int] = ()  # host_index of each host that took part for the first time, or again
+    steps_before: int = -1  # number of steps that the run had done before this attempt
+    made_room: bool = False  # the ranks saved and stopped so that another host can take part
+    has_busy_port: bool = False  # it did not begin, because another process took its port
+    ports_left: int = 0  # how many further ports may be tried
 
 
 class Next(Enum):
@@ -132,20 +109,14 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What the launcher does after an attempt.
-
-    Attributes:
-        left_out: why a host does not take part in the next attempt, by host_index.
-        counts: the failure counts against ``--restarts``.
-        is_recorded: the report of the run shows the failure.
-        text: what to tell the user; "" = nothing.
-    """
+    """What the launcher does after an attempt."""
 
     next: Next
+    # why a host does not take part in the next attempt, by host_index
     left_out: Mapping[int, Why] = field(default_factory=dict)
-    counts: bool = False
-    is_recorded: bool = False
-    text: str = ""
+    counts: bool = False  # the failure counts against ``--restarts``
+    is_recorded: bool = False  # the report of the run shows the failure
+    text: str = ""  # what to tell the user; "" = nothing
 
 
 def next_action(

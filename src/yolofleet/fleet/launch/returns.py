@@ -23,16 +23,11 @@ IS_OFF = ("unknown-host", "port-refused", "no-route", "time-out", "closed")  # o
 
 @dataclass(frozen=True)
 class Wanted:
-    """A host that shall take part.
-
-    Attributes:
-        host_index: of a lost host; None: the run did not have it.
-        is_asked: a person waits for an answer.
-    """
+    """A host that shall take part."""
 
     host: Host
-    host_index: int | None = None
-    is_asked: bool = False
+    host_index: int | None = None  # of a lost host; None: the run did not have it
+    is_asked: bool = False  # a person waits for an answer
 
 
 class Returns:

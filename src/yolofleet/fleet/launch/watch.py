@@ -69,32 +69,23 @@ class Node:
 
 @dataclass
 class Watch:
-    """Follow one start of a job to the end of all its processes.
-
-    Attributes:
-        log: takes (node, rank or AGENT, text).
-        plain: a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint.
-        goes_on: another attempt follows a failure, so the processes that are left are killed at once.
-        joins: returns the name of a host that waits to take part in another attempt, or "".
-        must_end: returns why this launcher must end the run at once, or "".
-        joining: that name, once the hosts were asked to save and stop for it.
-        stop_requests: number of requests to stop; two or more end the job at once.
-        asked: the first of them: Ctrl-C, or the name of a signal.
-        order: nodes in the order in which they ended.
-    """
+    """Follow one start of a job to the end of all its processes."""
 
     fleet: Fleet
     remotes: Sequence[Remote]
-    log: Callable[[int, int, str], None]
+    log: Callable[[int, int, str], None]  # takes (node, rank or AGENT, text)
+    # a command, not a run: there is no rank 0 whose output stands for all, and no checkpoint
     plain: bool = False
+    # another attempt follows a failure, so the processes that are left are killed at once
     goes_on: bool = False
+    # returns the name of a host that waits to take part in another attempt, or ""
     joins: Callable[[], str] = str
-    must_end: Callable[[], str] = str
-    joining: str = ""
+    must_end: Callable[[], str] = str  # returns why this launcher must end the run at once, or ""
+    joining: str = ""  # name of that host, once the others were asked to save and stop for it
     nodes: list[Node] = field(init=False)
-    stop_requests: int = 0
-    asked: str = ""
-    order: list[int] = field(default_factory=list)
+    stop_requests: int = 0  # number of requests to stop; two or more end the job at once
+    asked: str = ""  # the first of them: Ctrl-C, or the name of a signal
+    order: list[int] = field(default_factory=list)  # nodes in the order in which they ended
     stopped_at_s: float = 0.0
     give_up_at_s: float = float("inf")
     began_line: dict[int, bool] = field(default_factory=dict)

@@ -40,14 +40,10 @@ TURN_S = 2.0  # each host waits so much longer than the one before it
 
 @dataclass
 class StandbyLauncher:
-    """The standby launcher of this host.
-
-    Attributes:
-        tries: number of starts in a row that have failed.
-    """
+    """The standby launcher of this host."""
 
     order: Order
-    tries: int = 0
+    tries: int = 0  # number of starts in a row that have failed
 
     def run(self) -> None:
         """Supervise, or wait to take over, until the run has ended."""

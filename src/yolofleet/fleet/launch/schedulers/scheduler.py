@@ -36,40 +36,26 @@ PERMANENT_CODES = (ConfigError.exit_code, DataError.exit_code, NumericsError.exi
 
 @dataclass(frozen=True)
 class ScheduledRun:
-    """What a job of a scheduler runs.
+    """What a job of a scheduler runs."""
 
-    Attributes:
-        name: name of the run.
-        resume: the run folder that ``--resume`` names; "" for a new run.
-        arguments: of ``yolofleet train``, without the name and ``--resume``.
-        processes: on each machine.
-        restarts: how often it may fail within an hour and go on.
-        is_stored: data and copies of the run are at addresses, so the machines need no common disk.
-    """
-
-    name: str
-    resume: str
-    arguments: list[str]
-    processes: int
-    restarts: int
+    name: str  # name of the run
+    resume: str  # the run folder that ``--resume`` names; "" for a new run
+    arguments: list[str]  # of ``yolofleet train``, without the name and ``--resume``
+    processes: int  # on each machine
+    restarts: int  # how often it may fail within an hour and go on
+    # data and copies of the run are at addresses, so the machines need no common disk
     is_stored: bool = False
 
 
 @dataclass(frozen=True)
 class Scheduler(Generic[T]):
-    """A row of ``table.SCHEDULERS``.
+    """A row of ``table.SCHEDULERS``."""
 
-    Attributes:
-        settings: of the job.
-        render: returns the file that the scheduler takes. Raises ConfigError.
-        help: of ``yolofleet render NAME``.
-        submit: submits such a file, and returns lines that say how to follow the job; None: ``train`` has no option for it.
-            Raises ConfigError and ClusterError.
-    """
-
-    settings: type[T]
-    render: Callable[[T, ScheduledRun], str]
-    help: str
+    settings: type[T]  # of the job
+    render: Callable[[T, ScheduledRun], str]  # returns the file that the scheduler takes. Raises ConfigError
+    help: str  # of ``yolofleet render NAME``
+    # submits such a file, and returns lines that say how to follow the job; None: ``train`` has no option for
+    # it. Raises ConfigError and ClusterError
     submit: Callable[[str], str] | None = None
 
 

@@ -10,15 +10,10 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What help texts say of a scheduler whose module is not imported.
+    """What help texts say of a scheduler whose module is not imported."""
 
-    Attributes:
-        file: what ``yolofleet render`` writes.
-        submits: whether ``yolofleet train`` has an option that submits the job.
-    """
-
-    file: str
-    submits: bool = False
+    file: str  # what ``yolofleet render`` writes
+    submits: bool = False  # whether ``yolofleet train`` has an option that submits the job
 
 
 SCHEDULERS = {
