@@ -20,28 +20,18 @@ MOST_STATUS_BYTES = 64 << 20  # a larger file is refused; a rank takes about 300
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank does.
-
-    Attributes:
-        phase: of its clock, or its task.
-        step: of the run.
-        quiet_s: seconds without progress.
-        rate_img_s: images a second of its own part, without waiting for other ranks; 0: unknown.
-        waits: share of its training time in which it waits for other ranks, 0..1.
-        memory_gib: peak on its device in the epoch, or resident memory of its process on a CPU.
-        temperature_c: of its device, or of the processors of its host; 0: unknown.
-    """
+    """What one rank does."""
 
     rank: int
     host: str
     device: str
-    phase: str
-    step: int
-    quiet_s: float
-    rate_img_s: float
-    waits: float
-    memory_gib: float
-    temperature_c: float
+    phase: str  # of its clock, or its task
+    step: int  # of the run
+    quiet_s: float  # seconds without progress
+    rate_img_s: float  # images a second of its own part, without waiting for other ranks; 0: unknown
+    waits: float  # share of its training time in which it waits for other ranks, 0..1
+    memory_gib: float  # peak on its device in the epoch, or resident memory of its process on a CPU
+    temperature_c: float  # of its device, or of the processors of its host; 0: unknown
 
 
 def write_status(path: Path, ranks: Sequence[RankStatus]) -> None:

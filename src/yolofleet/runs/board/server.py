@@ -54,20 +54,14 @@ HEADERS = {
 
 @dataclass
 class Board:
-    """The application: an ASGI callable.
+    """The application: an ASGI callable."""
 
-    Args:
-        runs: what it shows.
-        allow: requests to runs that it passes on, of ``REQUESTS``.
-        names, any_address: the values of the header ``Host`` that are accepted, see :func:`own_host`.
-        is_closing: returns whether the streams must end.
-    """
-
-    runs: Runs
-    allow: Collection[str] = ()
+    runs: Runs  # what it shows
+    allow: Collection[str] = ()  # requests to runs that it passes on, of ``REQUESTS``
+    # names, any_address: the values of the header ``Host`` that are accepted, see :func:`own_host`
     names: Collection[str] = http_server.LOOPBACK_NAMES
     any_address: bool = False
-    is_closing: Callable[[], bool] = lambda: False
+    is_closing: Callable[[], bool] = lambda: False  # returns whether the streams must end
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     cookie: str = field(default_factory=lambda: f"yolofleet_board_{secrets.token_hex(4)}")
 

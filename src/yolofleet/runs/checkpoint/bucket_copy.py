@@ -50,23 +50,16 @@ Kind = Literal["ready", "refused", "note", "warning", "alive", "missing"]
 
 @dataclass(frozen=True)
 class Order:
-    """What to copy.
-
-    Attributes:
-        continues: the run at the address is this one; else there must be none.
-        is_current: nothing there is later than the folder, or the run goes on from there.
-        keep: number of states.
-        command: see :class:`BucketLease`.
-        is_restart: the processes of a run that goes on were started again. If the store is down, copying begins later. If
-            another command has continued the run meanwhile, a later state there is not replaced.
-    """
+    """What to copy."""
 
     folder: str
     address: str
-    continues: bool
-    is_current: bool
-    keep: int
-    command: str
+    continues: bool  # the run at the address is this one; else there must be none
+    is_current: bool  # nothing there is later than the folder, or the run goes on from there
+    keep: int  # number of states
+    command: str  # see :class:`BucketLease`
+    # the processes of a run that goes on were started again. If the store is down, copying begins later. If
+    # another command has continued the run meanwhile, a later state there is not replaced
     is_restart: bool = False
 
     def line(self) -> bytes:

@@ -28,22 +28,15 @@ MOST_CHARACTERS = 500  # characters of a parameter that servers of all versions 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run as a logger knows it.
+    """The run as a logger knows it."""
 
-    Attributes:
-        folder: for the files of this logger, inside the run folder. The logger creates it.
-        name, project: of the run: the names of its folder and of the folder above.
-        settings: by name, as numbers and text, without secrets.
-        server: address of ``--log NAME=ADDRESS``; "" = write files, and send nothing.
-        resumed: the run continues from a checkpoint.
-    """
-
-    folder: Path
+    folder: Path  # for the files of this logger, inside the run folder. The logger creates it
+    # name, project: of the run: the names of its folder and of the folder above
     name: str
     project: str
-    settings: Mapping[str, Any]
-    server: str
-    resumed: bool
+    settings: Mapping[str, Any]  # by name, as numbers and text, without secrets
+    server: str  # address of ``--log NAME=ADDRESS``; "" = write files, and send nothing
+    resumed: bool  # the run continues from a checkpoint
 
     @property
     def _id_file(self) -> Path:

@@ -19,18 +19,14 @@ PHASES = ("start", *TRAINING, "evaluate", "checkpoint")
 
 @dataclass(frozen=True)
 class Times:
-    """The times of an epoch or a run.
+    """The times of an epoch or a run."""
 
-    Attributes:
-        seconds: by phase.
-        steps, images: totals, including warm-up.
-        rate_img_s: images per second of data + compute + comm, without the first steps of the process (warm-up);
-            NaN without other steps. The divisor excludes evaluation and checkpoints.
-    """
-
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # by phase
+    # steps, images: totals, including warm-up
     steps: int
     images: int
+    # images per second of data + compute + comm, without the first steps of the process (warm-up); NaN
+    # without other steps. The divisor excludes evaluation and checkpoints
     rate_img_s: float
 
     @property

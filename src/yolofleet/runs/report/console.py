@@ -40,21 +40,14 @@ REDRAW_S = 1.0  # the ranks change also while this one waits
 
 @dataclass(frozen=True)
 class StepView:
-    """The figures beside the bar.
+    """The figures beside the bar."""
 
-    Attributes:
-        losses: mean of the epoch so far, by name ("box", "obj", "cls"); empty if this rank has had no image.
-        times: of the epoch so far.
-        lr: learning rate of weights.
-        memory_gib: peak on the device in the epoch; 0: unknown.
-        left_s: predicted seconds to the end of the run; 0: unknown.
-    """
-
+    # mean of the epoch so far, by name ("box", "obj", "cls"); empty if this rank has had no image
     losses: Mapping[str, float]
-    times: Times
-    lr: float
-    memory_gib: float = 0.0
-    left_s: float = 0.0
+    times: Times  # of the epoch so far
+    lr: float  # learning rate of weights
+    memory_gib: float = 0.0  # peak on the device in the epoch; 0: unknown
+    left_s: float = 0.0  # predicted seconds to the end of the run; 0: unknown
 
     def text(self) -> str:
         losses, rate, shares, lr, memory = self._forms()

@@ -119,18 +119,14 @@ def _draw_label(
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of a grid with its boxes.
-
-    Attributes:
-        boxes_xyxy_px, classes, scores: as for :func:`draw_boxes`.
-        title: drawn in the corner, usually a file name.
-    """
+    """One image of a grid with its boxes."""
 
     image: np.ndarray
+    # boxes_xyxy_px, classes, scores: as for :func:`draw_boxes`
     boxes_xyxy_px: np.ndarray
     classes: np.ndarray
     scores: np.ndarray | None = None
-    title: str = ""
+    title: str = ""  # drawn in the corner, usually a file name
 
 
 def picture_grid(

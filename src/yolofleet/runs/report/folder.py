@@ -80,20 +80,18 @@ class RunFolder:
     """The folder ``runs/<verb>/<name>``, which has all files of a run.
 
     Only rank 0 creates it; other ranks get its path and may append to their own files under ``logs``.
-
-    Attributes:
-        is_new: :meth:`create` has created it in this process, so it has no files of other runs.
-        is_of_run: False: the states that this disk has here are of another run.
-        attempt: under a user's torchrun, what identifies this attempt; see ``training/rank/users_torchrun_restarts.py``.
-        resume_options: of the command that resumes the run; see ``config.stored.resume_options``.
-        new_parents: folders around it that :meth:`create` has created, the innermost first.
     """
 
     path: Path
+    # :meth:`create` has created it in this process, so it has no files of other runs
     is_new: bool = field(default=False, compare=False)
+    # False: the states that this disk has here are of another run
     is_of_run: bool = field(default=True, compare=False)
+    # under a user's torchrun, what identifies this attempt; see ``training/rank/users_torchrun_restarts.py``
     attempt: str = field(default="", compare=False)
+    # of the command that resumes the run; see ``config.stored.resume_options``
     resume_options: tuple[str, ...] = field(default=(), compare=False)
+    # folders around it that :meth:`create` has created, the innermost first
     new_parents: tuple[Path, ...] = field(default=(), compare=False)
 
     config = Inside("config.yaml")

@@ -39,17 +39,11 @@ MAP50, MAP = "mAP50", "mAP50-95"
 
 @dataclass(frozen=True)
 class Judgement:
-    """The figures that a task judges predictions by. Files of a run have them, because a reader of a run has no task.
+    """The figures that a task judges predictions by. Files of a run have them, because a reader of a run has no task."""
 
-    Attributes:
-        columns: the figure of each column of results.csv.
-        of_class: figures on the screen, and the names of the same figures of one class.
-        fitness_of: the weights of figures in the number that chooses the best weights.
-    """
-
-    columns: Mapping[str, str]
-    of_class: Mapping[str, str]
-    fitness_of: Mapping[str, float]
+    columns: Mapping[str, str]  # the figure of each column of results.csv
+    of_class: Mapping[str, str]  # figures on the screen, and the names of the same figures of one class
+    fitness_of: Mapping[str, float]  # the weights of figures in the number that chooses the best weights
 
     @property
     def main(self) -> str:
