@@ -56,41 +56,27 @@ class DownloadError(DataError):
 
 @dataclass(frozen=True)
 class Item:
-    """A published file.
+    """A published file."""
 
-    Attributes:
-        name: its local name.
-        urls: of the same bytes, best first.
-        size_bytes: None if unknown.
-        digest: ``sha256:HEX``, or ``sha1:HEX`` or ``md5:HEX`` if the publisher has no other; None: do not download.
-        licence: one line, printed before the download.
-        origin: the publisher's page.
-    """
-
-    name: str
-    urls: tuple[str, ...]
-    size_bytes: int | None
+    name: str  # its local name
+    urls: tuple[str, ...]  # of the same bytes, best first
+    size_bytes: int | None  # None if unknown
+    # ``sha256:HEX``, or ``sha1:HEX`` or ``md5:HEX`` if the publisher has no other; None: do not download
     digest: str | None
-    licence: str
-    origin: str
+    licence: str  # one line, printed before the download
+    origin: str  # the publisher's page
 
 
 @dataclass(frozen=True)
 class Patience:
-    """The timeouts and retries of a download.
+    """The timeouts and retries of a download."""
 
-    Attributes:
-        timeout_s: for a connection, and for the next KiB of a response.
-        attempts: failures in a row before the next url; progress of 1 % of the file resets the count.
-        first_wait_s, longest_wait_s: wait after a failure; it doubles from the first to the longest.
-        lock_s: longest wait for another process that downloads the same file without progress.
-    """
-
-    timeout_s: float = 30.0
-    attempts: int = 5
+    timeout_s: float = 30.0  # for a connection, and for the next KiB of a response
+    attempts: int = 5  # failures in a row before the next url; progress of 1 % of the file resets the count
+    # first_wait_s, longest_wait_s: wait after a failure; it doubles from the first to the longest
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
-    lock_s: float = 600.0
+    lock_s: float = 600.0  # longest wait for another process that downloads the same file without progress
 
 
 def fetch(

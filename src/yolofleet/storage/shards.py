@@ -34,21 +34,14 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Stored:
-    """What a listing says of a file in a store.
-
-    Attributes:
-        modified_ns: since 1970; 0 if the store does not say.
-        digest: hexadecimal MD5 or SHA-256; "" if the listing states none.
-        shard: the object of which the file is a part; "" if the file is an object.
-        offset: of the part, bytes.
-        width, height: of an image, pixels after rotation; 0 if the listing does not say.
-    """
+    """What a listing says of a file in a store."""
 
     size: int
-    modified_ns: int
-    digest: str
-    shard: str = ""
-    offset: int = 0
+    modified_ns: int  # since 1970; 0 if the store does not say
+    digest: str  # hexadecimal MD5 or SHA-256; "" if the listing states none
+    shard: str = ""  # the object of which the file is a part; "" if the file is an object
+    offset: int = 0  # of the part, bytes
+    # width, height: of an image, pixels after rotation; 0 if the listing does not say
     width: int = 0
     height: int = 0
 

@@ -25,25 +25,20 @@ PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node
 
 @dataclass(frozen=True)
 class Place:
-    """The position of one process among ``size``.
-
-    Attributes:
-        source: the launcher.
-        address, port: of rank 0's rendezvous store, or of that of torchrun's agent.
-        restarts: how often all processes were started again after a failure.
-        only_device: the one device that the launcher makes visible to this process, if the machine runs several
-            processes; else "".
-    """
+    """The position of one process among ``size``."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    source: str = "alone"
+    source: str = "alone"  # the launcher
+    # address, port: of rank 0's rendezvous store, or of that of torchrun's agent
     address: str = ""
     port: int = 0
+    # the one device that the launcher makes visible to this process, if the machine runs several processes;
+    # else ""
     only_device: str = ""
-    restarts: int = 0
+    restarts: int = 0  # how often all processes were started again after a failure
 
 
 def place_from_environment(environment: Mapping[str, str]) -> Place:

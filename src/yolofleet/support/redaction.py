@@ -49,16 +49,12 @@ def _without_query(url: re.Match[str]) -> str:
 
 
 class Rule(NamedTuple):
-    """One kind of secret.
+    """One kind of secret."""
 
-    Attributes:
-        example: a line that has such a secret between « and »; tests/unit/doctor/test_redaction.py walks RULES.
-        pattern: with ``re.VERBOSE``: white space outside of [] does not count.
-        replacement: default: the first group stays, all else is removed.
-    """
-
+    # a line that has such a secret between « and »; tests/unit/doctor/test_redaction.py walks RULES
     example: str
-    pattern: str
+    pattern: str  # with ``re.VERBOSE``: white space outside of [] does not count
+    # default: the first group stays, all else is removed
     replacement: str | Callable[[re.Match[str]], str] = ""
 
     @property

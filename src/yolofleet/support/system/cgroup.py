@@ -89,16 +89,12 @@ def _memory_left(version: int, folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class OomKills:
-    """The number of processes that the kernel's out-of-memory killer has ended; None: unknown.
+    """The number of processes that the kernel's out-of-memory killer has ended; None: unknown."""
 
-    Attributes:
-        group: in this process's control group, which its children share; because the group or the whole machine was
-            out of memory.
-        machine: on this machine, including other containers.
-    """
-
+    # in this process's control group, which its children share; because the group or the whole machine was
+    # out of memory
     group: int | None = None
-    machine: int | None = None
+    machine: int | None = None  # on this machine, including other containers
 
     def since(self, before: OomKills) -> OomKills:
         """Return the difference to ``before``."""

@@ -83,16 +83,11 @@ CPU_ZONES = ("x86_pkg_temp", "k10temp", "zenpower", "acpitz", "cpu-thermal", "cp
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process, from the kernel.
-
-    Attributes:
-        letter: the state in /proc/PID/stat; "X" if the process is gone.
-        wait_channel: the kernel function that it sleeps in; "" if unknown.
-    """
+    """The state of a process, from the kernel."""
 
     pid: int
-    letter: str
-    wait_channel: str = ""
+    letter: str  # the state in /proc/PID/stat; "X" if the process is gone
+    wait_channel: str = ""  # the kernel function that it sleeps in; "" if unknown
 
     def text(self) -> str:
         what = STATES.get(self.letter, f"has state {self.letter}")
