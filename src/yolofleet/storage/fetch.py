@@ -177,17 +177,13 @@ def _check_present(item: Item, path: Path) -> None:
 
 
 class _Download:
-    """The download of one file into ``folder``; the caller holds the lock.
-
-    Attributes:
-        is_of_one_answer: all of ``part`` came in one response.
-    """
+    """The download of one file into ``folder``; the caller holds the lock."""
 
     def __init__(self, item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> None:
         self.item, self.folder, self.patience, self.tell = item, folder, patience, tell
         self.target = folder / item.name
         self.part = _part(self.target)
-        self.is_of_one_answer = False
+        self.is_of_one_answer = False  # all of `part` came in one response
         self.tags: dict[str, str] = {}  # ETag of each url
         self.progress = Progress(sys.stderr)
 

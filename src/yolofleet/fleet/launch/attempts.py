@@ -61,19 +61,9 @@ class HostAttempts(Closing):
     Args:
         remotes: connections to the hosts of ``fleet``, in their order.
         resume: the command that resumes the run.
-
-    Attributes:
-        hosts: by host_index, as the hosts of ``fleet`` and the sites of ``folders``: first those that a run starts on, then spares.
-        members: numbers of the hosts of the next attempt, in the order of their ranks.
-        port: of the rendezvous, on the first member.
-        watch: of the last attempt.
-        joined: numbers of the hosts that the last attempt had, and the one before did not.
-        restarts: attempts before the next one.
-        returns: logs in to hosts that take part later.
-        renewal: of the lease, if the run is detached.
     """
 
-    watch: Watch
+    watch: Watch  # of the last attempt
 
     def __init__(
         self,
@@ -85,12 +75,14 @@ class HostAttempts(Closing):
         resume: str,
     ) -> None:
         self.plan, self.fleet, self.folders, self.resume = plan, fleet, folders, resume
+        # by host_index, as the hosts of `fleet` and the sites of `folders`: those that a run starts on, then spares
         self.hosts = list(map(RunHost, remotes, meeting.endpoints))
-        self.members = list(range(len(fleet.active)))
-        self.joined: list[int] = []
+        self.members = list(range(len(fleet.active)))  # of the next attempt, in the order of their ranks
+        self.joined: list[int] = []  # members of the last attempt that the one before did not have
+        # of the rendezvous on the first member, and that member
         self.port, self._port_of, self._ports_left = meeting.port, remotes[0], PORT_TRIES - 1
         self.rules = restart_rules(plan.config.value)
-        self.restarts, self._steps_before = 0, -1
+        self.restarts, self._steps_before = 0, -1  # attempts before the next one, and the steps done by then
         self.returns = Returns(remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         # the configuration of a host, by its number and the shares
         self._texts = dict[tuple[int, str], str]()
@@ -270,7 +262,7 @@ class HostAttempts(Closing):
         for host_index, why in action.left_out.items():
             self._leave_out(host_index, why)
         before = set(self.members)
-        self._take_spares(max(0, len(self.fleet.active) - len(self.members)))
+        self._take_spares()
         self._take_back()
         if not self._meet() or not self._may_supervise():
             return False
@@ -330,10 +322,12 @@ class HostAttempts(Closing):
             inform(
                 "the most hosts that all reach each other go on; then more devices count, then lower ranks"
             )
-        self._take_spares(max(0, len(self.fleet.active) - len(self.members)))
+        self._take_spares()
         return len(kept) < len(members)
 
-    def _take_spares(self, wanted: int) -> None:
+    def _take_spares(self) -> None:
+        """Take part with as many hosts as the run has started on, if spares can replace those that are gone."""
+        wanted = max(0, len(self.fleet.active) - len(self.members))
         spares = [
             n
             for n in range(len(self.fleet.active), len(self.hosts))

@@ -117,9 +117,6 @@ class LeaseRenewal:
     Args:
         remotes: returns the connections to all hosts.
         folder: returns the run's folder on a host, from the number of its connection.
-
-    Attributes:
-        why_lost: why this process must not supervise any longer; "" while it may. It never becomes "" again.
     """
 
     def __init__(
@@ -130,7 +127,7 @@ class LeaseRenewal:
         remotes: Callable[[], Sequence[Remote]],
         folder: Callable[[int], str],
     ) -> None:
-        self.why_lost = ""
+        self.why_lost = ""  # why this process must not supervise any longer, which is final; "" while it may
         self._remotes, self._folder = remotes, folder
         self._order, s = supervision.order, supervision
         voters = tuple(map(tuple, s.voters))

@@ -103,15 +103,13 @@ class LocalAttempts:
 
     Args:
         output: see :func:`shown_output`.
-    Attributes:
-        ending: of the last attempt.
-        asked: the signal that asked the run to end, or "".
-        ends_at_once: Ctrl-C came twice.
     """
 
     def __init__(self, job: JobSpec, output: int | None = None) -> None:
         self.job, self.log, self._output = job, job.folder / "logs" / "agent.log", output
-        self.ending, self.asked, self.ends_at_once = Ending(0, [], "", ""), "", False
+        self.ending = Ending(0, [], "", "")  # of the last attempt
+        self.asked = ""  # the signal that asked the run to end
+        self.ends_at_once = False  # Ctrl-C came twice
         self._environment = agent_environment(os.environ) | {COMMAND_ID: secrets.token_hex(8)}
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
 
@@ -164,19 +162,15 @@ class LocalAttempts:
         """Save the state in memory and print why the run ended, unless it succeeded. Return the exit code."""
         if self.ending.code == 0:
             return 0
+        resume = resume_command(self.job.folder, self.job.resume_options)
         if self.ends_at_once:
-            stopped = Stopped(
-                "ended at once, on request; the last checkpoint is kept",
-                hint=resume_command(self.job.folder, self.job.resume_options),
-            )
+            stopped = Stopped("ended at once, on request; the last checkpoint is kept", hint=resume)
             announce(stopped.render())
             return ExitCode.with_text(stopped.exit_code, stopped.render())
         if isinstance(self._process, ServedAgent):
             with suppress(OSError, StorageError):
                 self._process.save_state(self.job.folder / "checkpoints")
-        return print_cause(
-            [self.ending], resume_command(self.job.folder, self.job.resume_options), self.asked
-        )
+        return print_cause([self.ending], resume, self.asked)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ask the agent to stop at the first signal, and kill it at a later Ctrl-C: see :func:`handling`."""

@@ -102,19 +102,14 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
 
 
 class _Epoch:
-    """The ranks of a fleet in one epoch. Times are seconds since its start.
-
-    Attributes:
-        starts: [H] the first rank of each host. host: [R] the host of each rank.
-        free: [R] when each rank ends its last step.
-    """
+    """The ranks of a fleet in one epoch. Times are seconds since its start."""
 
     def __init__(self, work: Workload, fleet: Sequence[Machine], *, first_epoch: bool) -> None:
         shares = rank_shares(work, fleet)
         self.fleet, self.ranks = fleet, len(shares)
         devices = [machine.devices for machine in fleet]
-        self.starts = np.cumsum([0, *devices[:-1]])
-        self.host = np.repeat(np.arange(len(fleet)), devices)
+        self.starts = np.cumsum([0, *devices[:-1]])  # [H] the first rank of each host
+        self.host = np.repeat(np.arange(len(fleet)), devices)  # [R] the host of each rank
         self.loader = _Loader(work, shares, self.starts, self.host, first_epoch=first_epoch)
         self.update_s = np.array([s.machine.update_s for s in shares])
         self.spread = np.array([s.machine.spread for s in shares])
@@ -124,7 +119,7 @@ class _Epoch:
         self.buckets = work.buckets if self.ranks > 1 else ()
         self.stages = sum_stages(fleet)
         self.adding_s = adding_s(work, fleet) if self.ranks > 1 else 0.0
-        self.free = np.zeros(self.ranks)
+        self.free = np.zeros(self.ranks)  # [R] when each rank ends its last step
 
     def run(self, rng: np.random.Generator, steps: int) -> tuple[float, dict[str, float]]:
         """Return mean seconds of a step, and of its parts."""
@@ -188,9 +183,6 @@ class _Loader:
 
     A rank takes all passes of a step before it computes, as training/loop.py: a step of more passes than the processes load ahead
     waits for the others.
-
-    Attributes:
-        beside_network_s: [R] by which loader processes slow the passes of a step, on a CPU.
     """
 
     def __init__(
@@ -209,6 +201,7 @@ class _Loader:
         cores = np.array([m.rank_cores for m in machines])
         self.sharing = np.maximum(self.workers / cores, 1.0)  # more processes than cores share them
         beside = np.array([m.on_cpu for m in machines]) & (self.workers > 0)
+        # [R] by which loader processes slow the passes of a step, on a CPU
         self.beside_network_s = beside * self.image_s * [share.images for share in shares] / cores
         self.disk = np.zeros(len(starts))
         most = max(int(self.workers.max()), 1)

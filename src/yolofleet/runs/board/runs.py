@@ -80,19 +80,15 @@ def version(value: Signature) -> str:
 
 
 class Run:
-    """One run: its row, and what is known of its files.
-
-    Attributes:
-        id: names the run in addresses. It is a digest of the path, so no address holds a path.
-        row: values of the list; of :meth:`look`.
-        progress, figures, ranks: versions of the parts of its page; ``ranks`` is "" if no rank reports now.
-    """
+    """One run: its row, and what is known of its files."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder, self.name = RunFolder(path), name
         self._is_stored = "://" in self.folder.shown
+        # names the run in addresses, none of which holds a path then
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        self.row: dict[str, Any] = {}
+        self.row: dict[str, Any] = {}  # values of the list
+        # versions of the parts of its page; `ranks` is "" if no rank reports now
         self.progress = self.figures = self.ranks = ""
         self.reading = Lock()  # one request at a time reads the values of a page
         self._read = dict[tuple[str, ...], tuple[Signature, Any]]()

@@ -85,20 +85,14 @@ def _line() -> bytes:
 
 
 class Copier:
-    """Copies a run folder to its address.
-
-    Attributes:
-        has_begun: it has the lease, and knows what is there.
-        missing: the number of files that the last pass has not copied.
-        copied: the number of files that were copied so far.
-    """
+    """Copies a run folder to its address."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.folder = order, Path(order.folder)
         self.store = ObjectWriter(order.address, ATTEMPT_S)
         self.lease = BucketLease(self.store, order.command)
-        self.has_begun = False
-        self.missing = self.copied = 0
+        self.has_begun = False  # it has the lease, and knows what is there
+        self.missing = self.copied = 0  # files that the last pass has not copied; that all passes have copied
         self._marks = dict[str, tuple[int, int, int]]()  # of what is copied
         self._due_s = dict[str, float]()
         self._states = list[str]()  # in the store, in the order of their writing

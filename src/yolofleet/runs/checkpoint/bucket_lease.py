@@ -47,18 +47,14 @@ class BucketLease:
 
     Args:
         command: identifies the command that started this process, also after it has started its processes again; "": unknown.
-
-    Attributes:
-        number: of this holder; 0: not claimed.
-        took_over: the holder before had not ended, and may still write one object.
-        follows_own: there was no holder before, or it was a process of the same command. command_before: that of this holder.
     """
 
     def __init__(self, store: ObjectWriter, command: str) -> None:
         self.store = store
-        self.number = 0
-        self.took_over = self.follows_own = False
-        self.command_before = ""
+        self.number = 0  # of this holder; 0: not claimed
+        self.took_over = False  # the holder before had not ended, and may still write one object
+        self.follows_own = False  # there was no holder before, or it was a process of the same command
+        self.command_before = ""  # of the holder before
         self._values: dict[str, Any] = {"host": platform.node(), "process": os.getpid(), "command": command}
         self._values |= {"token": secrets.token_hex(8), "renewed": 0}
         self._confirmed_s, self._lost = 0.0, ""

@@ -41,12 +41,11 @@ class LoggerProcess:
     Args:
         run: the attributes of :class:`LoggedRun`.
         lines: gets one line when the logger fails for the first time.
-    Attributes:
-        lacks_rows: the run is resumed, and has no store here: another host wrote it, or the logger is new.
     """
 
     def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
         self.name, self._run, self._lines = name, run, lines
+        # the run is resumed, and has no store here: another host wrote it, or the logger is new
         self.lacks_rows = run["resumed"] and not Path(run["folder"]).exists()
         self.dropped, self.timed_out = 0, False
         self._sent = self._done = self._starts = 0

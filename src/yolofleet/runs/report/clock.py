@@ -72,16 +72,12 @@ class Clock:
     Args:
         warmup_steps: first steps of this process, excluded from rates (allocation, kernel choice).
         now: seconds, monotonic.
-
-    Attributes:
-        phase, since_s: the current phase and its start. The watchdog reads them from another thread.
     """
 
     def __init__(self, *, warmup_steps: int = 5, now: Callable[[], float] = time.perf_counter) -> None:
         self.warmup_steps = warmup_steps
-        self.phase = "start"
         self._now = now
-        self.since_s = now()
+        self.phase, self.since_s = "start", now()  # the watchdog reads them from another thread
         self._contexts = {phase: _Phase(self, phase) for phase in PHASES}
         self.steps_here = 0  # of this process
         self._own_images = 0  # likewise
