@@ -41,7 +41,6 @@ SPLIT = click.Option(
 
 @verb("list", help="List the data sets that --data accepts by name.")
 def list_command() -> int:
-    """Print the built-in data sets and whether their images are on this machine."""
     table = _table("name", "classes", "splits here", "comes from")
     table.add_row("shapes", "4", "generated", "shapes, or shapes:N for N training images")
     for name in built_in_names():
@@ -95,7 +94,6 @@ def make_command(what: str, out: str, **sizes: int) -> int:
 def check_command(
     data: str, split: str, limit: int, decode: bool, duplicates: bool, single_cls: bool, json_out: str
 ) -> int:
-    """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
     from yolofleet.data.datasets.check import check_dataset, existing_splits
 
     spec = load_dataset(data)

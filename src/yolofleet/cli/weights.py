@@ -42,7 +42,6 @@ def _found(file: str) -> Path:
     ".pdparams, or .onnx. Nothing in it is executed.",
 )
 def inspect_command(file: str, cfg: str, json_out: str) -> int:
-    """Print the header and the tensors of a weights file; ``--json`` has every tensor's shape."""
     from yolofleet.families.weights.contents import contents, published_as
 
     path = _found(file)
@@ -101,7 +100,6 @@ def facts_of(found: Contents) -> dict[str, Any]:
     "exit code is 3 if a check fails.",
 )
 def verify_command(file: str, cfg: str, json_out: str) -> int:
-    """Verify a weights file; return 3 if a check fails."""
     from yolofleet.families.weights.contents import contents, published_as
     from yolofleet.families.weights.format import non_finite, read_tensors
     from yolofleet.families.weights.reader import OURS, STATE
@@ -150,7 +148,6 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
     "it is a folder for Hugging Face's transformers (RT-DETRv2, D-FINE, RF-DETR).",
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
-    """Convert weights to the format of OUT's suffix."""
     from yolofleet.families.family import load
     from yolofleet.families.table import FAMILIES, weights_files
     from yolofleet.families.weights.reader import read_weights
@@ -196,7 +193,6 @@ def convert_command(file: str, out: str, cfg: str) -> int:
 
 @verb("list", JSON, help="List the published weights that --weights accepts by name.")
 def list_command(json_out: str) -> int:
-    """Print the published weights and which are downloaded."""
     from yolofleet.families.weights.catalogue import known_weights, weights_folder
 
     rows = [
@@ -236,7 +232,6 @@ def list_command(json_out: str) -> int:
     help="Store the published weights NAME in the cache folder, check them, and print their path.",
 )
 def download_command(name: str, source: str, sha256: str) -> int:
-    """Download or import weights and print the path."""
     from yolofleet.families.weights.catalogue import checked_sha256, find_or_download, import_weights
     from yolofleet.storage.foreign import digest_of
 
@@ -261,7 +256,6 @@ def download_command(name: str, source: str, sha256: str) -> int:
     "print the name to load them by. A new repository is private. Needs the extra hub, and a login: hf auth login, or HF_TOKEN.",
 )
 def push_command(run: str, name: str, public: bool) -> int:
-    """Upload the weights of a run and print their name."""
     from yolofleet.cli.commands import named_run
     from yolofleet.families.weights.hub import OURS, push
     from yolofleet.runs.report.card import PICTURE, card
