@@ -253,18 +253,15 @@ def kept_random_numbers() -> AbstractContextManager[None]:
     return torch.random.fork_rng(range(device_count()) if is_used else (), device_type=kind)
 
 
-def float32_products(device: torch.device, *, tf32: bool) -> AbstractContextManager[object]:
+@contextmanager
+def float32_products(device: torch.device, *, tf32: bool) -> Iterator[None]:
     """Compute float32 convolutions and matrix products inside the block in float32, or in TensorFloat-32 if allowed.
 
     torch's default for convolutions is TensorFloat-32 (10 mantissa bits instead of 23).
     """
-    return nullcontext() if is_host(device) else _tf32(tf32)
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    with kept_kernels():
-        allow_tf32(allowed, allowed)
+    with nullcontext() if is_host(device) else kept_kernels():
+        if not is_host(device):
+            allow_tf32(tf32, tf32)
         yield
 
 
