@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import re
 import socket
 import struct
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from yolofleet.fleet.doctor.machine import Machine, within
+from yolofleet.support.listener import open_listener
 from yolofleet.support.system.proc import entries_of, number_of, text_of
 
 Interface = dict[str, Any]  # for JSON: name, addresses ["10.0.0.1/24"], up, mtu, kind, speed_mbit
@@ -183,13 +183,10 @@ def _user(uid: int) -> str:
 
 def _refuses(port: int) -> bool:
     """Return whether a process listens, on systems without the tables of Linux."""
-    with socket.socket() as trial:
-        if os.name == "posix":  # on Windows this option would let two processes share a port
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind(("", port))
-        except OSError:
-            return True
+    try:
+        open_listener("", port).close()
+    except OSError:
+        return True
     return False
 
 

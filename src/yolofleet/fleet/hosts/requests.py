@@ -92,12 +92,8 @@ def unclaim(arguments: Arguments) -> None:
 
 def hash_files(arguments: Arguments) -> dict[str, str]:
     """Return the SHA-256 of each of ``names`` that is a file here."""
-    found = {}
-    for name in arguments["names"]:
-        path = Path(str(name))
-        if path.is_file():
-            found[str(name)] = digest_of(path)
-    return found
+    names = map(str, arguments["names"])
+    return {name: digest_of(Path(name)) for name in names if Path(name).is_file()}
 
 
 _reserved: list[socket.socket] = []
