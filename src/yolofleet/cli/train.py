@@ -100,9 +100,9 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.fleet.launch.detached.attach import start_detached
+            from yolofleet.fleet.launch.detached.attach import attach, begin
 
-            return start_detached(planned)
+            return attach(*begin(planned), until_begun=True)
         code, folder = start(planned)
     return emit_results(code, folder.results_json, json_out)
 

@@ -32,17 +32,8 @@ from yolofleet.support.text import echo, inform, quoted, shown
 LOGINS_S = 60.0
 
 
-def start_detached(plan: RunPlan) -> int:
-    """Start a plan on its hosts, with its launcher on one of them. Return 0 when it has begun, else its exit code.
-
-    Raises:
-        YolofleetError: it cannot be started.
-    """
-    return attach(*begin(plan), until_begun=True)
-
-
 def begin(plan: RunPlan) -> tuple[Fleet, str]:
-    """Start the standby launchers of a plan; return its hosts and the name of its job. Raises as :func:`start_detached`."""
+    """Start the standby launchers of a plan; return its hosts and the name of its job. Raises YolofleetError."""
     run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
     name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
     job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
