@@ -84,10 +84,9 @@ def read_foreign_text(
     limit_bytes: int,
     follow: bool = True,
     encoding: str = "utf-8-sig",
-    errors: str = "strict",
 ) -> str:
     """Return the text of a regular file; see :func:`read_foreign`. Raise UnicodeDecodeError if it is not of ``encoding``."""
-    return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding, errors)
+    return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding)
 
 
 def open_downloaded(

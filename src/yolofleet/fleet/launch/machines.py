@@ -144,7 +144,12 @@ def fleet_of(
             hint="leave it out; it counts for hosts that are named without devices",
         )
     if not isinstance(settings, TrainConfig):
-        check_no_spares(found, settings.verb)
+        if found.spare:
+            raise ConfigError(
+                f"{found.spare[0].name} is a spare, and {settings.verb} replaces no host",
+                source=found.source,
+                hint="leave out :spare, or the host",
+            )
         return found
     if settings.detach:
         check_detach(found, settings)
@@ -178,16 +183,6 @@ def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
                 f"{flag} needs a launcher that stays, and --detach ends it",
                 hint=f"leave out {flag} or --detach",
             )
-
-
-def check_no_spares(fleet: Fleet, verb: str) -> None:
-    """Raise ConfigError if a host is a spare, for a verb that goes on without lost hosts."""
-    if fleet.spare:
-        raise ConfigError(
-            f"{fleet.spare[0].name} is a spare, and {verb} replaces no host",
-            source=fleet.source,
-            hint="leave out :spare, or the host",
-        )
 
 
 def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:

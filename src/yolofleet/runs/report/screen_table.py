@@ -41,13 +41,9 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = 
 
 
 class ScreenTable(Table):
-    """A table on standard output whose cells may contain untrusted text."""
+    """A table on standard output whose cells may contain untrusted text; the columns ``numbers`` are aligned right."""
 
     def __init__(self, *columns: str, numbers: Sequence[str] = ()) -> None:
-        """
-        Args:
-            numbers: columns aligned right.
-        """
         super().__init__(box=SIMPLE_HEAD, title_justify="left")
         for column in columns:
             justify: Literal["left", "right"] = "right" if column in numbers else "left"
