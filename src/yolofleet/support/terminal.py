@@ -104,11 +104,7 @@ def bar_line(
 
 
 class LiveLines:
-    """Lines at the end of a terminal's text that are drawn again in place.
-
-    Args:
-        stream: a terminal; see ``support.text.can_redraw``.
-    """
+    """Lines at the end of a terminal's text that are drawn again in place; see ``text.can_redraw``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.lock = stream, threading.RLock()

@@ -151,11 +151,7 @@ class Reader:
         return self
 
     def line(self, raw: str, number: int) -> None:
-        """Examine a line.
-
-        Args:
-            number: counted from 1.
-        """
+        """Examine a line; ``number`` counts from 1."""
         self.lines = number
         if len(raw) > LONGEST:
             raw = f"{raw[: LONGEST // 2]} {raw[-LONGEST // 2 :]}"

@@ -39,11 +39,7 @@ LESS_MEMORY = "lower --micro-batch or --workers, or use --cache disk"
 
 
 def exit_text(exit_code: int, killed: OomKills) -> str:
-    """Return how a process ended.
-
-    Args:
-        killed: processes that the kernel killed for lack of memory meanwhile.
-    """
+    """Return how a process ended; ``killed``: those that the kernel killed meanwhile for lack of memory."""
     what = EXIT_SIGNALS.get(exit_code, f"ended with exit code {exit_code}")
     if exit_code != -9:
         return what

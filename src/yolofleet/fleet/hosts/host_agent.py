@@ -53,11 +53,7 @@ OUTPUT_PIECES = 64  # at a time, before other messages have their turn
 
 
 class HostAgent:
-    """The loop of one connection to a launcher.
-
-    Args:
-        incoming, outgoing: file descriptors.
-    """
+    """The loop of one connection to a launcher, by the file descriptors of its two directions."""
 
     def __init__(self, incoming: int, outgoing: int) -> None:
         self.incoming, self.outgoing = incoming, outgoing

@@ -124,11 +124,7 @@ Arguments = Mapping[str, Any]
 
 
 def renew_lease(arguments: Arguments) -> bool:
-    """Renew the lease of a launcher; return False if this host knows a newer one.
-
-    Args:
-        arguments: the fields of :class:`Lease`.
-    """
+    """Renew a launcher's lease, the fields of :class:`Lease`; return False if this host knows a newer one."""
     asked = lease_of(arguments)
     with locked(asked.job) as known:
         if known is not None and (known.term > asked.term or known.code is not None):

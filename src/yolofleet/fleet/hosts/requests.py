@@ -196,11 +196,7 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
 
 
 def add_host(arguments: Arguments) -> bool:
-    """Queue a host for the launcher of ``job``; return whether the job runs here.
-
-    Args:
-        arguments: ``host``: as in ``--hosts``.
-    """
+    """Queue ``host``, as in ``--hosts``, for the launcher of ``job``; return whether the job runs here."""
     job = str(arguments["job"])
     if not any(record.job == job and record.runs for record in jobs.records()):
         return False

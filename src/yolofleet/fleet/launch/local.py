@@ -195,11 +195,7 @@ class LocalAttempts:
 
 
 def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNOWN) -> Ending:
-    """Return how the workers of this machine ended.
-
-    Args:
-        log_offset: where the agent's log of this attempt begins.
-    """
+    """Return how the workers here ended; the agent's log of this attempt begins at ``log_offset``."""
     log = folder / "logs" / "agent.log"
     words, text = words_and_log(sorted(log.parent.glob("error-rank-*.json")), log, log_offset)
     return Ending(code, words, text, str(log), killed=killed)

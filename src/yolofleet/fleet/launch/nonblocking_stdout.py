@@ -16,11 +16,7 @@ LEFT_OUT = "\n[...]\n"
 
 
 class NonblockingStdout:
-    """Write texts in their order, from a thread.
-
-    Args:
-        patience_s: see :meth:`close`.
-    """
+    """Write texts in their order, from a thread. :meth:`close` waits at most ``patience_s`` for a reader."""
 
     def __init__(self, patience_s: float = PATIENCE_S, most_waiting: int = MOST_WAITING) -> None:
         self.patience_s, self.most_waiting = patience_s, most_waiting

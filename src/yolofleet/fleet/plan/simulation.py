@@ -131,11 +131,7 @@ class _Epoch:
         return (float(self.free.mean()) - began_s) / steps, parts
 
     def _step(self, drawn: Times) -> dict[str, float]:
-        """Do one step: advance ``free``. Return mean seconds of its parts.
-
-        Args:
-            drawn: [R] standard normal numbers.
-        """
+        """Do a step with [R] standard normal numbers: advance ``free``. Return mean seconds of its parts."""
         factor = np.maximum(1 + self.spread * drawn, LEAST_FACTOR)
         began = self.free
         loaded, storage = self.loader.take(began, factor)

@@ -295,11 +295,7 @@ PARTS = {"progress": Run.progress_values, "figures": Run.figure_values, "ranks":
 
 
 class Runs:
-    """The runs below some folders. All methods may be called from any thread.
-
-    Args:
-        places: folders of runs, or of folders of runs.
-    """
+    """The runs below ``places``, folders of runs or of such folders. Any thread may call all methods."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = [place.resolve() for place in places]

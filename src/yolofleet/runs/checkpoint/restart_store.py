@@ -22,11 +22,7 @@ KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands sti
 
 
 class RestartStore:
-    """The files of this host, by their paths.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
+    """The files of this host, by their paths. Raises OSError."""
 
     def __init__(self, paths: list[str]) -> None:
         self._progress, *self._slots = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]

@@ -231,11 +231,7 @@ def started_loggers(
     *,
     resumed: bool,
 ) -> Iterator[Loggers]:
-    """Start the loggers for the block, which is the training; only rank 0 calls this.
-
-    Args:
-        closing: entered while the loggers end.
-    """
+    """Start the loggers for the block, the training; enter ``closing`` while they end. For rank 0 only."""
     names = logger_names(config)
     without_secrets, path = Redaction(os.environ), folder.path.resolve()
     values = {**config.model_dump(mode="json"), "log": ",".join(names)}.items()  # no addresses

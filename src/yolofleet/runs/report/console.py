@@ -54,11 +54,7 @@ class StepView:
         return "  ".join(part[0] for part in (losses, rate, shares, lr, memory) if part[0])
 
     def parts(self, left: str = "") -> list[Forms]:
-        """Return the figures in the order of their importance, for a line that must fit.
-
-        Args:
-            left: time to the end of the epoch.
-        """
+        """Return the figures by importance, with the time ``left`` of the epoch, for a line that must fit."""
         losses, rate, shares, lr, memory = self._forms()
         ends = f"ends {end_text(self.left_s)}" if left and self.left_s else ""
         return [rate, (left,), (ends,), losses, memory, shares, lr]

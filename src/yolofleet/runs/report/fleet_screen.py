@@ -74,11 +74,7 @@ def slowest_rank(ranks: Sequence[RankStatus]) -> int:
 
 
 def title_line(ranks: Sequence[RankStatus], name: str, age_s: float) -> str:
-    """Return a line about the whole run.
-
-    Args:
-        age_s: how long ago rank 0 wrote the status.
-    """
+    """Return a line about the whole run, whose status rank 0 wrote ``age_s`` seconds ago."""
     age = f", as of {duration(age_s)} ago" if age_s >= STILL_S else ""
     return f"{name}: {run_line(ranks)}{age}"
 

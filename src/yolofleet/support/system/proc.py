@@ -269,11 +269,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap adopted processes of other sessions that have ended, so that their PIDs become free.
-
-    Args:
-        but: PID to skip: its parent reaps it.
-    """
+    """Reap adopted processes of other sessions that have ended, except ``but``, whose parent reaps it."""
     with suppress(OSError):  # this process has no child
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == but or os.getsid(ended.si_pid) == os.getsid(0):
