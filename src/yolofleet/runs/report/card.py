@@ -17,6 +17,7 @@ from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.schema import flag_of, group_of
 from yolofleet.config.stored.job import load_job
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import mapping
 from yolofleet.runs.report.results import METRICS, OF_BOXES
 from yolofleet.runs.report.sealed import is_replaceable, sealed
 from yolofleet.storage.atomic import write_text
@@ -69,7 +70,7 @@ def write_card(folder: RunFolder, run: Mapping[str, Any]) -> None:
 def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
     """Return the text of the card: front matter, figures, data, weights, licence, and the command that repeats the run."""
     hide = Redaction.of_this_account()
-    start, data = _mapping(run["inputs"].get("weights")), _mapping(run["inputs"].get("data"))
+    start, data = mapping(run["inputs"].get("weights")), mapping(run["inputs"].get("data"))
     words, is_exact, named_data = _command(folder, hide)
     licence, follows = _licence(start)
     kind, best = _kind(run["task"]["columns"].values()), _best_figures(run)
@@ -92,7 +93,7 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
         parts.append(f"Predictions with a score of at least {LEAST_SCORE} on images of the validation:")
         parts.append(f"![Predictions on images of the validation]({PICTURE})")
     parts += _classes(run)
-    images, rows = _mapping(run["inputs"].get("data_images")), []
+    images, rows = mapping(run["inputs"].get("data_images")), []
     for split, digest in data.items():
         count = f", {_plain(images[split])} images" if split in images else ""
         rows.append([f"index of `{_code(split)}`{count}, BLAKE2b", f"`{_code(digest)}`"])
@@ -104,8 +105,8 @@ def card(folder: RunFolder, run: Mapping[str, Any]) -> str:
     parts += ["## Use", _USE, _fenced("yolofleet predict --weights best.safetensors --source FOLDER")]
     parts += ["## Licence", _start_text(start, hide), follows]
     parts += ["## Repeat this training", _fenced(words), _same_bits(run, is_exact)]
-    fleet, versions = (_mapping(run["results"].get(name)) for name in ("fleet", "versions"))
-    versions = {**versions, "processor": _mapping(run["inputs"].get("kernels")).get("device", "unknown")}
+    fleet, versions = (mapping(run["results"].get(name)) for name in ("fleet", "versions"))
+    versions = {**versions, "processor": mapping(run["inputs"].get("kernels")).get("device", "unknown")}
     rows = [[_plain(name), _plain(version)] for name, version in versions.items()]
     rows.append(["fleet", _fleet_text(fleet)])
     return "\n\n".join([*parts, _table(["made with", "version"], rows)]) + "\n"
@@ -154,7 +155,7 @@ def _figures(run: Mapping[str, Any], best: Mapping[str, float]) -> str:
 
 def _classes(run: Mapping[str, Any]) -> list[str]:
     """Return the table of classes of the last validation, as report.json has it."""
-    per_class = {name: _mapping(row) for name, row in _mapping(run["figures"].get("per_class")).items()}
+    per_class = {name: mapping(row) for name, row in mapping(run["figures"].get("per_class")).items()}
     columns = list(next(iter(per_class.values()), {}))
     if not columns:
         return []
@@ -235,10 +236,6 @@ def _fleet_text(fleet: Mapping[str, Any]) -> str:
     hosts = len(names) if isinstance(names, list) else 1
     text = f"{count} process{'es' * (count != 1)} on {hosts} machine{'s' * (hosts != 1)}"
     return _plain(f"{text}, {fleet['device']}" if fleet.get("device") else text)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.runs.report.history import read_run
+from yolofleet.runs.report.history import mapping, read_run
 from yolofleet.runs.report.page import page
 from yolofleet.runs.report.results import METRICS
 from yolofleet.storage.atomic import write_text
@@ -108,7 +108,7 @@ def _final_figures(runs: Sequence[Mapping[str, Any]], *, has_best: bool) -> list
         for run in runs
         for column, figure in run["task"]["columns"].items()
     }
-    figures = dict.fromkeys(name for run in runs for name in _mapping(run["results"].get("metrics")))
+    figures = dict.fromkeys(name for run in runs for name in mapping(run["results"].get("metrics")))
     accuracies = [(names.get(figure, figure), ("metrics", figure)) for figure in figures]
     accuracies.append(("best fitness", ("best", "fitness")))
     for higher, table in ((True if has_best else None, accuracies), (None, _FACTS)):
@@ -119,9 +119,9 @@ def _final_figures(runs: Sequence[Mapping[str, Any]], *, has_best: bool) -> list
     seconds = [_total(run["results"].get("seconds")) for run in runs]
     if any(value is not None for value in seconds):
         lines.append(["seconds", False, *seconds])
-    versions = {key for run in runs for key in _mapping(run["results"].get("versions"))}
+    versions = {key for run in runs for key in mapping(run["results"].get("versions"))}
     for key in sorted(versions):
-        values = [_mapping(run["results"].get("versions")).get(key) for run in runs]
+        values = [mapping(run["results"].get("versions")).get(key) for run in runs]
         if len(set(map(str, values))) > 1:
             lines.append([f"version of {key}", None, *values])
     return lines
@@ -129,16 +129,12 @@ def _final_figures(runs: Sequence[Mapping[str, Any]], *, has_best: bool) -> list
 
 def _at(values: Any, path: Sequence[str]) -> Any:
     for name in path:
-        values = _mapping(values).get(name)
+        values = mapping(values).get(name)
     return values if isinstance(values, (int, float, str)) else None
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _total(seconds: Any) -> float | None:
-    parts = _mapping(seconds)
+    parts = mapping(seconds)
     # a validation stores its total as "wall"; a training stores several parts
     spent = [parts["wall"]] if "wall" in parts else parts.values()
     numbers = [float(value) for value in spent if isinstance(value, (int, float))]
@@ -163,7 +159,7 @@ def _different_settings(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _per_class(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    tables = [_mapping(run["figures"].get("per_class")) for run in runs]
+    tables = [mapping(run["figures"].get("per_class")) for run in runs]
     mains = [run["task"]["of_class"].get(run["task"]["main"], "") for run in runs]
     names = list(dict.fromkeys(name for table in tables for name in table))
     return [

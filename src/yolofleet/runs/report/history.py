@@ -70,7 +70,8 @@ def read_progress(
         problem = damage.what
     events = _of_this_run(read_events(folder.events(0), limits))
     # a run that was resumed after its end still has the earlier results
-    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    kinds = [kind for event in events if (kind := event.get("kind")) in ("start", "end")]
+    is_open = bool(events) and kinds[-1:] != ["end"]
     finished = {} if is_open else read_json(folder.results_json, limits)
     task = judgement_of(folder, limits)
     best = best_of(rows, task)
@@ -170,6 +171,11 @@ _RESULTS = (
 )
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of unknown origin if it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def plain(value: Any, depth: int = 0) -> Any:
     """Return ``value`` as JSON types without control characters; NaN, infinity and whatever is too deep become None."""
     if depth > MOST_DEPTH:
@@ -233,11 +239,6 @@ def _of_this_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events since the last start at step 0: ``--exist-ok`` may add a run to the file of another."""
     fresh = [at for at, event in enumerate(events) if event.get("kind") == "start" and not event.get("step")]
     return list(events[fresh[-1] if fresh else 0 :])
-
-
-def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
-    starts = [at for at, event in enumerate(events) if event.get("kind") == "start"]
-    return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
 
 
 def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, str]]:
