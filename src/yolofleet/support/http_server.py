@@ -19,13 +19,9 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1")
 
 def names_of(address: str) -> tuple[list[str], bool]:
     """Return the names under which a server on ``address`` is reached, and whether any address of the machine is one."""
-    own = socket.gethostname().lower()
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    names = (
-        [*LOOPBACK_NAMES, address]
-        if is_loopback
-        else [*LOOPBACK_NAMES, address, own, socket.getfqdn().lower()]
-    )
+    names = [*LOOPBACK_NAMES, address]
+    if not ipaddress.ip_address(address).is_loopback:
+        names += [socket.gethostname().lower(), socket.getfqdn().lower()]
     return names, address == "0.0.0.0"
 
 

@@ -237,10 +237,8 @@ def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
 def agent_failure(ending: Ending, steps: int) -> Failure:
     """Return the failure of torchrun's agent, which ended without a worker's error report."""
     on = f" on {ending.host}" if ending.host else ""
-    what = f"torchrun's agent{on} ended with code {ending.code}"
-    if ending.code < 0:
-        what = f"torchrun's agent{on} {exit_text(ending.code, ending.killed)}"
-    return Failure(what, f"agent {ending.code}", steps, ending.code < 0, ending.host)
+    how = exit_text(ending.code, ending.killed) if ending.code < 0 else f"ended with code {ending.code}"
+    return Failure(f"torchrun's agent{on} {how}", f"agent {ending.code}", steps, ending.code < 0, ending.host)
 
 
 def ends_in(log: str) -> list[tuple[int, int]]:

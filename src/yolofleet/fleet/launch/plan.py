@@ -42,7 +42,7 @@ def plan_run(
     Raises:
         ConfigError, ClusterError: the run cannot start, or would fail at once.
     """
-    settings, is_rank = config.value, is_worker()
+    is_rank = is_worker()
     fleet = counted_fleet(config)
     if fleet is not None and is_rank:
         raise ConfigError(
