@@ -7,12 +7,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.support.errors import YolofleetError
+
+Host = TypeVar("Host")
+T = TypeVar("T")
+
+
+def on_each(hosts: Sequence[Host], work: Callable[[Host], T]) -> list[T]:
+    """Call ``work`` for all hosts at the same time. Raise the first exception, in their order."""
+    pool = ThreadPoolExecutor(max(1, len(hosts)))
+    try:
+        return list(pool.map(work, hosts))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for a host that hangs
 
 
 @dataclass(frozen=True)
@@ -71,11 +83,7 @@ class Examination:
                 if trips_s is not None:
                     trips_s[peer.name] = (began_s, time.time())
 
-        pool = ThreadPoolExecutor(len(asked))
-        try:
-            replies = dict(zip([peer.name for peer in asked], pool.map(one, asked), strict=True))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, do not wait for a host that hangs
+        replies = dict(zip([peer.name for peer in asked], on_each(asked, one), strict=True))
         lost = {name: reply for name, reply in replies.items() if isinstance(reply, YolofleetError)}
         with self._lock:
             self.peers = [peer for peer in self.peers if peer.name not in lost]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from yolofleet.fleet.doctor.examination import on_each
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.messages import Job as JobRecord
 from yolofleet.fleet.hosts.remote import Refused, Remote, logged_in
 from yolofleet.fleet.hosts.ssh import Unreachable
-from yolofleet.fleet.launch.preflight import on_each
 from yolofleet.runs.rank_status import MOST_STATUS_BYTES, RankStatus, parsed_status
 from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import ClusterError, ConfigError, DataError

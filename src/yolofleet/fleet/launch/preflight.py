@@ -6,14 +6,14 @@ The checks are the doctor's quick examination, the files that every rank reads, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from yolofleet.fleet.doctor.examination import Peer
+from yolofleet.fleet.doctor.examination import Peer, on_each
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.gpus import visible_gpus
 from yolofleet.fleet.doctor.host_facts import read_answer
@@ -28,8 +28,6 @@ from yolofleet.fleet.resources import RunResources, resources_of
 from yolofleet.support.device_names import ALL, numbered
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.text import inform, quoted
-
-T = TypeVar("T")
 
 PORTS_TRIED = 100
 PROBE_S = 60.0  # longer than any probe
@@ -46,15 +44,6 @@ class Meeting:
 
     endpoints: tuple[Endpoint, ...]
     port: int
-
-
-def on_each(remotes: Sequence[Remote], work: Callable[[Remote], T]) -> list[T]:
-    """Call ``work`` for all hosts at the same time. Raise the first exception, in their order."""
-    pool = ThreadPoolExecutor(max(1, len(remotes)))
-    try:
-        return list(pool.map(work, remotes))
-    finally:  # after Ctrl-C, do not wait for answers
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def enter_folders(remotes: Sequence[Remote]) -> None:
