@@ -271,7 +271,7 @@ class Endpoint:
 
 
 def candidates(facts: HostFacts, address: str = "", interface: str = "") -> list[Endpoint]:
-    """Return where others may reach a host: as the fleet's description says, else at its usable interfaces."""
+    """Return where others may reach a host: as the fleet's description says, else its usable interfaces."""
     if address:
         found = interface_with(facts.interfaces, address)
         return [Endpoint(address, found.name if found else interface)]

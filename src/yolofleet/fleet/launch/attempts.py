@@ -75,7 +75,7 @@ class HostAttempts(Closing):
         resume: str,
     ) -> None:
         self.plan, self.fleet, self.folders, self.resume = plan, fleet, folders, resume
-        # by host_index, as the hosts of `fleet` and the sites of `folders`: those that a run starts on, then spares
+        # by host_index, as the hosts of `fleet` and the sites of `folders`: the active ones, then spares
         self.hosts = list(map(RunHost, remotes, meeting.endpoints))
         self.members = list(range(len(fleet.active)))  # of the next attempt, in the order of their ranks
         self.joined: list[int] = []  # members of the last attempt that the one before did not have
@@ -326,7 +326,7 @@ class HostAttempts(Closing):
         return len(kept) < len(members)
 
     def _take_spares(self) -> None:
-        """Take part with as many hosts as the run has started on, if spares can replace those that are gone."""
+        """Let spares take part in place of hosts that are gone, up to the number that the run started on."""
         wanted = max(0, len(self.fleet.active) - len(self.members))
         spares = [
             n

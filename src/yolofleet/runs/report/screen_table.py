@@ -41,7 +41,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = 
 
 
 class ScreenTable(Table):
-    """A table on standard output whose cells may contain untrusted text; the columns ``numbers`` are aligned right."""
+    """A table on standard output, of untrusted text; the columns ``numbers`` are aligned right."""
 
     def __init__(self, *columns: str, numbers: Sequence[str] = ()) -> None:
         super().__init__(box=SIMPLE_HEAD, title_justify="left")

@@ -33,7 +33,7 @@ LOGINS_S = 60.0
 
 
 def begin(plan: RunPlan) -> tuple[Fleet, str]:
-    """Start the standby launchers of a plan; return its hosts and the name of its job. Raises YolofleetError."""
+    """Start the standby launchers of a plan; return its hosts and its job's name. Raises YolofleetError."""
     run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
     name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
     job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
