@@ -54,8 +54,6 @@ class Resolved(Generic[Value_co]):
     """Final settings of a command.
 
     Attributes:
-        value: the checked model.
-        sources: source of every field.
         notes: messages to print once, for example about obsolete keys and renamed flags.
     """
 

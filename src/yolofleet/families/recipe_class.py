@@ -46,7 +46,6 @@ class TrainingRecipe:
         """Return the loss of a network; the default is that of its family.
 
         Args:
-            recipe: hyperparameters.
             img: training size, pixels.
         """
         return family_loss(model, recipe, img)

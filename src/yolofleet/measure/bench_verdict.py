@@ -19,7 +19,6 @@ class PartSpeed:
 
     Attributes:
         rate, limit: in ``unit``; NaN if unknown.
-        limited_by: what ``limit`` is.
         share: of the limit, as a rule rate / limit.
     """
 

@@ -98,11 +98,7 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of one rank.
-
-    Args:
-        names: of ``--callbacks``.
-    """
+    """The callbacks of one rank."""
 
     def __init__(self, names: Sequence[str], world: World) -> None:
         self._world = world

@@ -23,7 +23,6 @@ class Forecast:
     """The predicted end of one rank's run. The argument ``plan`` of its methods is the last step that is done.
 
     Attributes:
-        dataset_images: images of an epoch.
         ends_at_s: the end that was printed last, by time.time; 0 = none yet.
     """
 

@@ -70,16 +70,13 @@ class TrainReport:
     """Reports the progress of ``training/loop.py`` of one rank.
 
     Attributes:
-        state: of the run.
         splits: the data indexes that have images: train, and val if the data set has it.
-        terms: names of the loss terms.
         callbacks: of this rank; None without --callbacks.
         loggers: of rank 0; None without --log.
         status: of the run, on rank 0 of a training.
         header: description of the model, for weights files.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
         pages: None without --plots.
-        task: of the network.
     """
 
     world: World

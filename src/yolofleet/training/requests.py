@@ -138,7 +138,6 @@ class SaveTimer:
     Args:
         minutes: between saves; 0 = never, None: as the cost of a save and the number of hosts say.
         period: epochs between saves; None: saves at ends of epochs are due if they are cheap.
-        hosts: of the run.
         now: seconds, monotonic.
 
     Attributes:

@@ -109,8 +109,6 @@ def snapshot_for_all(
     Args:
         resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address, which may have no state;
             "" = a run that was started again.
-        run: the folder of the run.
-        memory: of this host.
         is_writer: this rank writes the files of the run.
         is_of_run: False: the folder of this host has files of another run.
         copied_to: ``--checkpoint-to``, which has a state if no host has one after a restart.

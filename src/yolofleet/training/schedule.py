@@ -54,13 +54,10 @@ class Schedule:
     """The steps of a whole run.
 
     Args:
-        recipe: rates and warm-up.
-        dataset_images: images of one epoch.
         batch, nominal_batch: images; a step accumulates round(nominal / batch) batches, at least one.
         epochs: of the run; the decay ends with them.
         decay: "linear", "cosine", "constant", or "cooldown": constant, then linear to the recipe's ``lrf`` in the last
             steps.
-        lr_factor: see :func:`lr_factor`.
         last_step: steps of a run that ends before its last epoch; 0: it ends with its epochs.
     """
 
@@ -251,7 +248,6 @@ class StepSplitter:
         partition: over the replicas of all ranks, in rank order.
         replicas: devices of this process.
         micro_batch, batch: images.
-        dataset_images: images of an epoch.
         img, stride: pixels.
         sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
             stride; (1, 1) = always img.

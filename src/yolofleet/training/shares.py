@@ -64,7 +64,6 @@ def next_counts(counts: Sequence[int], times_s: Sequence[float], least_gain: flo
     """Return the micro-batches of a step that each device computes from now on.
 
     Args:
-        counts: up to now.
         times_s: of a micro-batch, for each device; 0: not known, taken as the mean of the others.
         least_gain: part of a step that a change must save, 0..1; else ``counts`` stay.
     """

@@ -80,7 +80,6 @@ class Actions:
         closes_epoch: count the epoch, and write its row. The loop does this after a validation ``NOW``.
         writes_weights: write the weights of the epoch.
         awaits_validation: wait for the validation that overlaps with the step.
-        saves: save a checkpoint.
         keeps: keep the state in memory.
         stops: raise ``Stopped``.
         ends: the run is at its end.

@@ -55,7 +55,6 @@ def data_of_new_run(splits: Sequence[DataIndex], images: int, world: World) -> S
 
     Args:
         splits: train and val.
-        images: number of the training images.
     """
     every = copies_of_hosts(splits, world)
     if others := sorted({host for host, copy in every if copy != every[0][1]}):

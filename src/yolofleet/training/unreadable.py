@@ -30,8 +30,6 @@ class UnreadableImages:
     def share(self, new: dict[int, str]) -> None:
         """Report images that were replaced, each once. Collective: every rank, if any has a new one.
 
-        Args:
-            new: of this rank; see :meth:`new_in`.
         Raises:
             DataError: there are too many.
         """

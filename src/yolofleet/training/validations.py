@@ -212,7 +212,6 @@ class OverlappedValidation:
     in the same order.
 
     Args:
-        epoch: that it validates.
         weights: a copy of the averaged weights.
         prepare: makes the validation of these weights, on ``device``.
     """

@@ -66,11 +66,7 @@ def lenient_index(
     single_cls: bool = False,
     masks: bool | None = False,
 ) -> DataIndex:
-    """Return the index of a split without raising for its problems. Training reuses the stored index.
-
-    Args:
-        masks: as for ``build_index``.
-    """
+    """Return the index of a split without raising for its problems. Training reuses the stored index."""
     return build_index(
         spec,
         split,
@@ -192,14 +188,7 @@ def check_dataset(
     on_progress: Progress,
     single_cls: bool = False,
 ) -> DatasetCheck:
-    """Check splits of a data set.
-
-    Args:
-        decode: also decode every image.
-        duplicates: also search for equal images.
-        problems_kept: problems of each split to keep.
-        single_cls: all classes become class 0.
-    """
+    """Check splits of a data set."""
     found = DatasetCheck(spec)
     for split in splits:
         try:

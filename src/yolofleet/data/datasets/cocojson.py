@@ -68,7 +68,6 @@ class CocoFiles(SplitReader):
         Args:
             roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number, which counts if names are not given or not distinct.
-            names: of the classes.
         """
         images, stamps, assumed = _image_paths(table.file_names, roots)
         table, kept = _joined(table, images)

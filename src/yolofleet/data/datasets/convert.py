@@ -159,7 +159,6 @@ class _Work:
         indexes: the index of each split that is written.
         same_as: requested split -> the written split with the same files.
         names: for each written split, the N paths of its images below images/<split>, or in JPEGImages.
-        category_ids: COCO's category of each class.
     """
 
     spec: DatasetSpec

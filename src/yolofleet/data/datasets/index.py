@@ -63,7 +63,6 @@ class DataIndex:
     Attributes:
         key: name of this index in the cache folder; another machine with the same data has another key.
         digest: hash of class names, image file names, sizes and labels; equal on every machine with the same data.
-        split: train, val or test.
         names: of the classes; a single name if all classes are treated as one.
         path_bytes, path_offsets: uint8 [...], int64 [N + 1]: image i is bytes offsets[i]:offsets[i + 1].
         stamps: int64 [N, 2]: size in bytes and modification time in ns of each image file.
@@ -354,7 +353,6 @@ def build_index(
     that are missing, cut off or unreadable are left out and reported.
 
     Args:
-        single_cls: all classes become class 0.
         masks: read masks too; ``outlines`` are then rings of ``MaskShapes``. None: if labels have any.
         workers: number of threads; 0 means 8.
         strict: raise if a label has a class that the data set does not have; else such labels are dropped.

@@ -49,8 +49,6 @@ def from_annotations(path: Path) -> DatasetSpec:
 def from_folder(folder: Path, within: Path | None = None) -> DatasetSpec:
     """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme, or as on the Hugging Face hub.
 
-    Args:
-        within: see ``DatasetSpec``.
     Raises:
         ConfigError: the folder has none of these layouts.
         DataError: a VOC folder without lists of images.

@@ -44,7 +44,6 @@ class Listing(BaseModel):
 
     Attributes:
         copy_id: of this copy of the data set: hosts may have their own, with other times.
-        indexes: digests of the indexes.
         names: paths below the root of the data set; absolute for files that are elsewhere.
         sizes, times: bytes and modification times in ns.
         contents: digest of each content, hexadecimal MD5 or SHA-256; "" if it is not known.

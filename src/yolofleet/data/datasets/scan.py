@@ -109,7 +109,6 @@ def scan(
     """Read images ``start:stop``; report unusable images and labels in the log of the result.
 
     Args:
-        single_cls: all classes become class 0.
         problems_kept: problems to keep in full; all are counted.
         root: paths of problems are relative to it.
         masks: also make the masks of the labels.

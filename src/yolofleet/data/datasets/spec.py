@@ -37,7 +37,6 @@ class SplitSource:
     Attributes:
         kind: a key of ``FORMATS``. yolo: a folder, or a .txt list of images, also of those with label files of another format;
             labelme, masks: a folder; coco: a JSON file; voc: an ImageSets/Main list, or a folder; list: ``images`` has them.
-        path: that folder or file.
         image_roots: coco: folders that may hold the images, most likely first.
         images: list: path and labels of each image.
     """
@@ -155,11 +154,7 @@ def reader_of(source: SplitSource, spec: DatasetSpec) -> SplitReader:
 
 
 def source_of_file(path: Path, *folders: Path) -> SplitSource | None:
-    """Return what a file with the labels of many images stands for; None if no format has files of its suffix.
-
-    Args:
-        folders: see ``Format.source``.
-    """
+    """Return what a file with the labels of many images stands for; None if no format has files of its suffix."""
     for found in map(format_of, FORMATS):
         if found.source and path.suffix.lower() == found.suffix:
             return found.source(path, folders)
@@ -177,8 +172,6 @@ def listed_dataset(
     """Return a data set from lists of images with their labels, for ``TrainingRecipe.dataset``.
 
     Args:
-        data: its name, for messages.
-        names: of the classes.
         splits: for "train", "val" and "test": (path, rows) of each image; a row is class number, cx, cy, width, height
             as fractions of the image.
     """

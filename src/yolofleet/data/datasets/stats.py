@@ -46,7 +46,6 @@ class SplitFigures:
 
     Attributes:
         img_px: training size; the longer side of each image is resized to it.
-        images_without_labels: background images.
         crowd: regions that are neither learned nor counted.
         image_wh_px: (minimum, median, maximum) of width and of height.
         image_sizes: the five most frequent, (width, height, images).

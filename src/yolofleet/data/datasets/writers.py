@@ -179,7 +179,6 @@ def write_coco(
 
     Args:
         names: [N] paths of the images below ``images/<split>``, separated by /.
-        category_ids: the category of each class.
         origin: name of the source, for ``info``.
     """
     path = folder / "annotations" / f"instances_{split}.json"

@@ -24,7 +24,6 @@ def fused_detections(
     Args:
         sources: [n, 6] x1, y1, x2, y2 px, score, class: the boxes of each source after its own suppression.
         conf: lowest score (exclusive), also after the fusion lowered it.
-        max_det: maximum number of boxes.
         agnostic: boxes of different classes are fused too; the class is that of the highest score.
     Returns:
         [n, 6] float32, on the device of the sources.

@@ -52,7 +52,6 @@ def detections(
         max_det: maximum number of boxes per image.
         multi_label: a prediction may give several classes (validation); else only its best one (prediction).
         agnostic: suppress over all classes together.
-        classes: keep only these.
         numbered: add a column, the number of the prediction in its image, below 2^24; not for a list.
     Returns:
         N tensors [n, 6] float32 of x1, y1, x2, y2 px, score, class; and the number of candidates left out because an

@@ -15,7 +15,6 @@ class Look(NamedTuple):
 
     Attributes:
         gains: factors of hue (0 to 2), saturation and value; None: the colours stay.
-        mirrored, upside_down: flips.
     """
 
     gains: tuple[float, float, float] | None

@@ -255,7 +255,6 @@ def plain_crop(
 
     Args:
         window: left column, top row and side, canvas pixels; may reach beyond the canvas.
-        look: as in ``render``.
     """
     x1, y1, side = window
     painted = _painted(placed, (x1, y1, x1 + side, y1 + side), canvas_px)

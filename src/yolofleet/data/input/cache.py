@@ -331,11 +331,7 @@ def _as_jpeg(pixels: np.ndarray) -> np.ndarray:
 def _chosen_file(
     layout: Layout, token: str, files_bytes: int, shared: Path | None
 ) -> tuple[Literal["ram", "disk"], EntryFile, str]:
-    """Open the cache of ``auto``; return its mode, its file, and why it was chosen. Raises OSError or Unusable.
-
-    Args:
-        files_bytes: size of all image files.
-    """
+    """Open the cache of ``auto``; return its mode, its file, and why it was chosen. Raises OSError or Unusable."""
     try:
         return "ram", _ram_file(layout, "auto", token, 1.0, shared), ", all fit into half of the free memory"
     except Unusable as full:

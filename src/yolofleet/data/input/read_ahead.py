@@ -41,7 +41,6 @@ class ReadAhead(Generic[Key]):
 
     Args:
         images_of: returns the numbers of the images that the value of a key needs.
-        cache: of these images.
     """
 
     def __init__(self, images_of: Callable[[Key], Iterable[int]], cache: ImageCache) -> None:

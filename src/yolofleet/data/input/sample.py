@@ -79,11 +79,8 @@ class TrainSamples:
     """The augmented images of a run.
 
     Args:
-        index: labels of the training split.
         cache: its images; their longer side is img.
-        recipe: augmentation gains and probabilities.
         img: side of the square output, pixels.
-        seed: of the run.
         epochs: length of the run; see ``recipe.close_mosaic`` and ``recipe.close_augment``.
         orders: the images of each epoch; default: each once.
         labels: (index, image) -> its labels; default: ``index.labels``.
@@ -143,7 +140,6 @@ class TrainSamples:
 
         Args:
             out: uint8 [H, W, 3] contiguous, receives the image; default: a new array.
-            class_ap: see ``Orders.image_of``.
             shape_hw: H and W; default: img.
         Returns:
             uint8 [H, W, 3] RGB; the labels.

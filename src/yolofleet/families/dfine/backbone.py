@@ -105,7 +105,6 @@ class HgBlock(nn.Module):
     """A chain of layers; two 1x1 convolutions aggregate the input and the results of all of them.
 
     Args:
-        stage: number of its stage.
         adds: the result is added to the input.
     """
 

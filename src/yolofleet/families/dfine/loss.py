@@ -83,7 +83,6 @@ class DfineLoss(RtdetrLoss):
         Args:
             outputs: the last L of them are those of the layers.
             boxed, iou: pairs at each output, which are the same at all, and their IoU.
-            shares: see :func:`distillation_shares`.
         """
         corners = torch.cat([raws.noisy_corners, raws.corners], 2)
         references = torch.cat([raws.noisy_references, raws.references], 2).float()

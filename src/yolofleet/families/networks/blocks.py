@@ -239,8 +239,6 @@ class Detect(nn.Module):
     """One 1x1 convolution per level: raw box, objectness and class values of A anchors per cell.
 
     Args:
-        in_channels: of each level.
-        nc: number of classes C.
         anchors_grid: [L][A] (width, height) in cells of the level.
         coefficients: further values of each anchor, behind those of the classes.
     """

@@ -36,7 +36,6 @@ class Raws(NamedTuple):
     """Raw predictions of a :class:`CombinedNetwork`.
 
     Attributes:
-        size_hw: of the images, pixels.
         of_network: for each network and view, what the network returned.
     """
 

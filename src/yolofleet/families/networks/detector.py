@@ -142,11 +142,7 @@ def fuse(model: Detector) -> Detector:
 
 
 class AnchorDetector(Detector):
-    """A network with anchors. Raw predictions per level are [N, A, H/s, W/s, 5 + C], views of convolutions' outputs.
-
-    Attributes:
-        codings: box coding of each level.
-    """
+    """A network with anchors. Raw predictions per level are [N, A, H/s, W/s, 5 + C], views of convolutions' outputs."""
 
     codings: tuple[BoxCoding, ...]
 

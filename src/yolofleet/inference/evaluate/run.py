@@ -74,7 +74,6 @@ class EvaluationSettings:
         precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
         size_hw: pad every image to this shape, pixels; None: each to the next multiple of the stride.
         classes: leave out labels and detections of other classes; None: none.
-        gather_detections: give every rank all detections.
     """
 
     config: ValConfig
@@ -108,7 +107,6 @@ class Validation:
         model: on ``device``, in eval mode, fused or not.
         workers: loader processes; the constructor starts them. cache: of decoded images.
         loss: computes validation losses; None: no losses.
-        on_batch: called after each batch.
         stops: asked after each batch: whether to leave out the rest. It may differ between ranks.
 
     Raises:
@@ -256,7 +254,6 @@ def predictions(
 
     Args:
         images_u8: [N, 3, H, W].
-        labels: as for ``loss.match``.
     """
     images = images_u8.to(device, non_blocking=True).float().div_(255)
     with autocast(precision, device):

@@ -80,7 +80,6 @@ class ExportMetadata:
         nms: suppression inside the file; None: the output is all decoded predictions.
         task: what the network finds. outputs: names of decoded predictions, before suppression.
         needs_nms: boxes of decoded predictions need suppression, see ``Detector``.
-        version: of this form.
     """
 
     family: Word

@@ -188,7 +188,6 @@ def export(
     Args:
         size_hw: height and width of the images for tracing and verification, pixels.
         data: data set whose images verify the file; "": generated images.
-        recipe_class: reads ``data``.
         calibration_images: images of the training split of ``data`` that find the ranges of an 8-bit file.
         server: makes ``out`` its folder, around the file.
     Returns:

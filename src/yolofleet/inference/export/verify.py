@@ -139,9 +139,6 @@ def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Ten
 
     Rounding to 8 bits changes single predictions without an object by any amount, so only boxes with a score above the
     default threshold count.
-
-    Args:
-        runtime, network, batches: as in :func:`compare`.
     """
     limits = Limits(PredictConfig().conf, PredictConfig().iou if network.needs_nms else None, MOST_COMPARED)
     common, ours_count, theirs_count, network = 0, 0, 0, fuse(network)

@@ -29,7 +29,6 @@ def pixels_of(picture: Any, name: str) -> np.ndarray:
         picture: the bytes of an image file, or a file object; a PIL image, rotated by its EXIF; a numpy array (H, W),
             (H, W, 1), (H, W, 3) BGR or (H, W, 4) BGRA, as of OpenCV; or a torch tensor [1, H, W], [3, H, W] RGB or
             [4, H, W] RGBA. A batch of one is allowed. Values are uint8, uint16, bool or float in 0..1.
-        name: for messages.
 
     Raises:
         DataError: it is something else.

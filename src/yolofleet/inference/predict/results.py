@@ -41,9 +41,7 @@ class Prediction:
     """What was found in one image, highest score first.
 
     Attributes:
-        frame: the source of the image.
         found: in the image's own pixels, for boxes ``FoundBoxes``.
-        names: of all classes.
         seconds: of this image: "read", "forward" (letterbox, copy, network, decoding), "nms". The images of a pass
             share its time equally.
     """

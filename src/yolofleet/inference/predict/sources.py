@@ -48,7 +48,6 @@ class Source:
 
     Attributes:
         name: ``spec`` without a password.
-        items: in order.
         first: number of the first item, among those of several sources.
         base: folder that contains all files, absolute; "" without files.
         left_out: number of sub-folders that are not searched.

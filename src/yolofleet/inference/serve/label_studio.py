@@ -124,7 +124,6 @@ def picture_of(task: Any, what: str, key: str | None, prefix: str, limit_bytes: 
 
     Args:
         what: the task, for messages.
-        key: see :class:`Interface`.
         prefix: value of ``--label-studio-url``.
 
     Raises:

@@ -56,7 +56,6 @@ class TuneResult:
     """The result of a study.
 
     Attributes:
-        folder: of the study.
         best: the trial with the highest fitness.
         default_fitness: of the first trial, which has the values of the recipe; None: it failed.
         recipe: file of the best recipe, for ``--recipe``.

@@ -95,8 +95,6 @@ class Study:
 
     Args:
         file: is created if it does not exist.
-        space: values that are searched.
-        seed: of the study.
         generation: trials that are chosen without knowing each other's results.
 
     Raises:

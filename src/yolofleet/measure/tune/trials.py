@@ -115,12 +115,9 @@ class TrialRun:
     """The training of one trial, in a child process.
 
     Attributes:
-        folder: of its run.
-        log: what it prints.
         base: arguments that all new trials share.
         each_start: arguments that new and resumed trials share.
         memory: environment of a process on this machine, with memory that all trials share for their images.
-        failures: starts that failed.
         is_resumed: the last start resumed its training.
     """
 

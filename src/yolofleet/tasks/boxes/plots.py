@@ -27,11 +27,7 @@ SHOWN_SCORE = 0.25  # detections drawn
 
 
 def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> None:
-    """Write ``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5.
-
-    Args:
-        names: of all C classes.
-    """
+    """Write ``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5."""
     if not len(curves.classes):
         return
     ap50 = curves.ap[:, 0]
@@ -159,7 +155,6 @@ def draw_worst(
 
     Args:
         errors: number of errors of each image; equal numbers are in the order of the images.
-        most: number of images.
     """
     worst = sorted(errors, key=lambda image: (-errors[image], image))[:most]
     for place, image in enumerate(worst, 1):

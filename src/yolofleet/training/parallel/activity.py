@@ -124,7 +124,6 @@ class Heartbeat:
     Attributes:
         number: of the heartbeat, increasing.
         phase: of the rank's clock, or its task.
-        step: of the run.
         collectives: number of collectives started.
         waiting: whether it waits for the last one; last: the last one as text.
         age_s: seconds without progress.

@@ -63,7 +63,6 @@ class Partition:
 
         Args:
             images: of a step, on all ranks.
-            micro_batch: images of a micro-batch.
             batch: whose divisors are the other possible values of ``--micro-batch``.
         """
         ranks, count = len(self.shares), images // micro_batch

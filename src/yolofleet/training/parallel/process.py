@@ -92,7 +92,6 @@ def set_kernels(config: TrainConfig, *, sizes_vary: bool = False, tf32: bool = F
 
     Args:
         sizes_vary: the image size changes from step to step.
-        tf32: TensorFloat-32 is allowed.
     """
     deterministic = config.deterministic or config.reduce == "exact"
     if deterministic:

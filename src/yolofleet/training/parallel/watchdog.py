@@ -71,8 +71,6 @@ class Watchdog:
     Args:
         stall_s: smallest time without progress that counts as a stall; 0: no watchdog.
         timeout_s: deadline of a collective.
-        log: this rank's log file.
-        checkpoints: their folder.
         status: file in which rank 0 writes what every rank does, while the run lasts; None: no file.
         resume: the command that resumes the run; "" if it cannot be resumed.
         say: prints the report. One rank calls it; then every process ends with exit code 4.

@@ -79,7 +79,6 @@ def chosen_settings(
     """Return the settings by name, and why the batch is not larger.
 
     Args:
-        images: of the training split.
         shares: of the batch, for each device.
         measure: returns what each rank found. It takes the micro-batch of each pass to try, by its images, ascending.
 

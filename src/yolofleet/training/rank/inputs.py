@@ -312,7 +312,6 @@ def training_samples(
     Args:
         config: with the micro-batch of the run.
         img: training size in pixels, a multiple of ``stride``.
-        labels: as for ``TrainSamples``.
     Raises:
         ConfigError: albumentations is not usable.
     """

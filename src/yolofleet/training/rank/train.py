@@ -98,12 +98,7 @@ def _copies(resolved: Resolved[TrainConfig], world: World, folder: RunFolder) ->
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """All parts of one rank's run. :meth:`begin` comes before ``training.train()``.
-
-    Attributes:
-        data_notes: about the data set.
-        cache: of the training images.
-    """
+    """All parts of one rank's run. :meth:`begin` comes before ``training.train()``."""
 
     inputs: Inputs
     data_notes: Sequence[str]

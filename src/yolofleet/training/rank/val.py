@@ -164,9 +164,6 @@ class Opened:
     """The model of a validation.
 
     Attributes:
-        names: of its classes.
-        precision: of the forward pass.
-        size: of the images.
         size_hw: shape of every image, pixels; None: each image has its own.
         where: devices as text, for the header.
     """
