@@ -50,10 +50,6 @@ def split_name(name: str, flag: str) -> tuple[str, str]:
 def load_class(name: str, base: type[T], flag: str) -> type[T]:
     """Load the class that ``name`` names.
 
-    Args:
-        base: the class must be a subclass of this.
-        flag: the flag that has ``name``, for messages.
-
     Raises:
         ConfigError: the code cannot be loaded, or has no such class.
     """

@@ -35,7 +35,7 @@ class WeightsFile:
     """A format of weights files of another project."""
 
     kind: str  # name of the format; files of several families may have one kind
-    read: Part  # (path, description or None) -> Weights; raises CheckpointError
+    read: Part  # (path, description of a network that is not built in, or None) -> Weights; raises CheckpointError
     suffixes: tuple[str, ...] = ()  # of such files; the first one is that of published weights
     pattern: str = ""  # regular expression of other names of such files
     recognises: Part = ""  # path -> whether it is a file of this family; needed if others read this kind

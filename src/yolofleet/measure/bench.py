@@ -65,8 +65,6 @@ def measure(
 
     Args:
         figures_of: measures the built run, with so many steps of each part; default: the parts of ``bench train``.
-    Raises:
-        YolofleetError: any expected failure.
     """
     steps = resolved.value.steps
     settings = {**SETTINGS, "max_steps": WARM_UP + steps + 1}

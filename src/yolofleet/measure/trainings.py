@@ -37,12 +37,7 @@ def started_training(
     extra: Mapping[str, str],
     source: str = "selftest",
 ) -> subprocess.Popen[bytes]:
-    """Start a training in processes of its own, as the launcher does for one attempt.
-
-    Args:
-        extra: environment variables.
-        source: of the settings, for messages.
-    """
+    """Start a training in processes of its own, as the launcher does for one attempt."""
     of_worker = write_job(settings, folder, source)
     for failure in folder.logs.glob("error-rank-*.json"):
         failure.unlink()  # of the run that this one resumes

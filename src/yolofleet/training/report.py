@@ -136,7 +136,6 @@ class TrainReport:
         Args:
             facts: lines of the header, by name.
             settings: (name, value, source) of each setting that is not a default.
-            resumed: the run continues from a checkpoint.
         """
         state, console, index = self.state, self.world.console, self.splits[0]
         if self.world.restarts:

@@ -56,7 +56,6 @@ class Tally:
     """This rank's part of the losses of the current epoch.
 
     Args:
-        terms: their number.
         progress: of the state to go on from, which has the sums over all ranks: rank 0 adds them to its part.
 
     Attributes:

@@ -80,7 +80,6 @@ def groups_with_copies(
     """Return the groups of images, of which those that share an image are one.
 
     Args:
-        groups, paths: of each image.
         copies: of ``same_images``; other paths are ignored.
     """
     of, above = dict(zip(paths, groups, strict=True)), dict[str, str]()

@@ -67,7 +67,6 @@ def make_shapes(
 
     Args:
         root: folder, created if necessary.
-        images, val_images: number of images of the two splits.
         img: side of the square images in pixels; at 96 or less the small shapes cannot be distinguished.
         on_progress: called with (images drawn, all images).
     Raises:

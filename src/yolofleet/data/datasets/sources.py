@@ -89,11 +89,7 @@ def load_dataset(data: str) -> DatasetSpec:
 
 
 def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
-    """Return the data set of a file or folder; see :func:`load_dataset`.
-
-    Args:
-        within: a folder that the files of a description must not leave.
-    """
+    """Return the data set of a file or folder; see :func:`load_dataset`."""
     suffix = path.suffix.lower()
     if path.is_dir():
         if (description := _description_in(path)) is not None:

@@ -49,7 +49,6 @@ def detections(
             (``fusion.py``).
         conf: lowest objectness, and lowest objectness x class probability (both exclusive).
         iou: overlap above which the box of lower score is removed; None: boxes that need no suppression.
-        max_det: maximum number of boxes per image.
         multi_label: a prediction may give several classes (validation); else only its best one (prediction).
         agnostic: suppress over all classes together.
         numbered: add a column, the number of the prediction in its image, below 2^24; not for a list.
@@ -169,10 +168,8 @@ def _nms_of_images(
     """Suppress among the rows of each image, on any device, for a block of rows of each image at a time.
 
     Args:
-        boxes, scores, groups: as for ``nms``.
         image: int64 [M] the image of each row, ascending.
         considered: how many rows of each of N images count, those with the highest scores.
-        limit: maximum number of rows kept of an image.
     Returns:
         int64 [n] kept rows by image, highest score first; the number of them for each image.
     """

@@ -375,7 +375,6 @@ def _ram_file(layout: Layout, mode: Mode, token: str, share: float, shared: Path
 
     Args:
         share: of the bytes of an entry in the layout, how many it takes on average.
-        shared: the file to use.
     """
     is_own = token == "" or not HAS_LOCKS
     path, room = (shared, math.inf) if shared else _memory_path(layout, "" if is_own else token, share)

@@ -58,11 +58,7 @@ class Loader(Closing, Generic[Key, Made], Iterator[Made]):
         pin_memory: bool,
         read_ahead: ReadAhead[Key] | None = None,
     ) -> None:
-        """Start the loader processes.
-
-        Args:
-            read_ahead: reads the files of a key before ``build`` needs them.
-        """
+        """Start the loader processes."""
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._items: Iterator[Any] = iter(())

@@ -34,7 +34,6 @@ class StagedImages:
     """The copies of the image files of an index.
 
     Attributes:
-        file: where they are.
         failures: why images could not be copied, by their numbers.
     """
 

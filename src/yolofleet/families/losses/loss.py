@@ -40,7 +40,6 @@ class DetectionLoss(Protocol):
 
         Args:
             labels: of all images, the ``Shapes`` of the network's task.
-            images: N of the micro-batch.
             size_hw: pixels.
             keys: of each image, for a loss that draws random numbers; a validation or a trial gives none.
         Returns:

@@ -97,7 +97,6 @@ class PpyoloeLoss:
         """Return the part of the assignment that does not depend on predictions, for both assigners.
 
         Args:
-            images: N of the micro-batch.
             size_hw: px, a multiple of every stride.
         """
         grid = Grid(images, size_hw, self.strides)

@@ -54,9 +54,6 @@ NUMBERS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "b1")
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
     """Read weights; the shapes of the arrays identify the model.
 
-    Args:
-        description: for a model that is not built in.
-
     Raises:
         CheckpointError: the file is missing, damaged or unsafe, belongs to another model, or has values that are not
             finite.

@@ -64,9 +64,6 @@ class Contents:
 def contents(path: Path, description: ModelDescription | None = None) -> Contents:
     """Return the contents of a file.
 
-    Args:
-        description: for files that do not describe their model.
-
     Raises:
         CheckpointError: the file is missing, or too damaged or unsafe to list.
     """

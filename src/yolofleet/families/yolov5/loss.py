@@ -111,7 +111,6 @@ class Yolov5Loss:
         beyond a cell, in up to two neighbours.
 
         Args:
-            images: N of the micro-batch.
             size_hw: px, a multiple of every stride.
         """
         return self._matched(labels, images, size_hw)[0]

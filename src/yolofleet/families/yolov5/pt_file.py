@@ -45,9 +45,6 @@ OTHERS = {  # part of a class, of a key or of a tensor's name in files of other 
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
     """Read the moving average if there is one, else the model; from a module object or a state dict.
 
-    Args:
-        description: for a plain state dict of a model that is not built in.
-
     Raises:
         CheckpointError: the file is damaged or unsafe, belongs to another family, or has values that are not finite.
     """

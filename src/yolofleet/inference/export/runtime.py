@@ -151,8 +151,7 @@ def open_weights(
 
     Args:
         cfg: description of the network for weights that have none.
-        device: device for a runtime; None: the fastest that it supports here.
-        trust: the user trusts the author of the file, which can execute code.
+        device, trust: as for :func:`open_exported`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its format is unknown.

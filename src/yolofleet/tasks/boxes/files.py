@@ -24,7 +24,6 @@ def detections_as_coco_json(
 
     Args:
         detections: ``image`` is the position in the index.
-        image_ids: by position.
         category_ids: by class number; None: the class number itself.
     """
     return [

@@ -57,7 +57,6 @@ class Replica:
 
         Args:
             reduce: number format of the sum of gradients over ranks (``--reduce``).
-            synced: batch norm is synchronised over ranks.
         """
         statistics = RunningStatistics(model, counts_here=world.is_main or not synced)
         buckets = GradientBuckets(model.parameters(), world, statistics=statistics.size)

@@ -61,8 +61,6 @@ def train(
 
     Args:
         clock: of this rank; its watchdog reads it.
-    Raises:
-        YolofleetError: any expected failure.
     """
     config = resolved.value
     with ExitStack() as lock, open_console(config, world, folder) as console, preempt_notices(config, world):

@@ -51,11 +51,7 @@ from yolofleet.training.rank.folder import open_console, write_config
 def validate(
     resolved: Resolved[ValConfig], _recipe: None, world: World, _clock: None, folder: RunFolder
 ) -> None:
-    """Do one rank's part of ``yolofleet val``. Collective: every rank.
-
-    Raises:
-        YolofleetError: any expected failure.
-    """
+    """Do one rank's part of ``yolofleet val``. Collective: every rank."""
     write_config(folder, resolved)
     with open_console(resolved.value, world, folder):
         _validate(resolved.value, world, folder)

@@ -97,9 +97,6 @@ def run(
         on_failure: reports an exception and returns the exit code, if the process must end at once because it cannot
             close its collectives (``World.ends_by_exit``).
         restarts: attempts of our launcher before this one, which a failure or a joining host ended.
-
-    Raises:
-        YolofleetError: any expected failure.
     """
     activity, place = Activity(), place_from_environment(os.environ)
     place = replace(place, restarts=place.restarts + restarts)
