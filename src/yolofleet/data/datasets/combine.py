@@ -33,7 +33,7 @@ from yolofleet.data.datasets.divide import (
     parted_groups,
 )
 from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.labels import Id, Outlines, in_order, offsets_of
+from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
 from yolofleet.data.datasets.scan import outline_arrays
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
@@ -302,7 +302,6 @@ def _without_copies(
 
     Args:
         owner: int64 [N], the data set of each image.
-        copies: groups of equal images, (split, path).
         has_class: bool [sets, C].
     """
     at_path: dict[str, list[int]] = defaultdict(list)
@@ -341,16 +340,7 @@ def _with_owners(index: DataIndex, owner_of: np.ndarray, keep: np.ndarray) -> Da
     owner = owner_of[np.repeat(np.arange(len(index)), np.diff(index.offsets))]
     order = np.argsort(owner, kind="stable")
     order = order[keep[order]]
-    columns = ("classes", "boxes_cxcywh_unit", "crowd", "area_px")
-    moved = {name: getattr(index, name)[order] for name in columns}
-    if len(index.points):
-        outlines = Outlines(np.diff(index.polygon_offsets), np.diff(index.point_offsets), index.points)
-        moved |= outline_arrays(outlines.in_order(order))
-    if index.has_runs:
-        run_counts = np.diff(index.run_offsets)
-        moved["run_offsets"] = offsets_of(run_counts[order])
-        moved["run_lengths"] = in_order(index.run_lengths, run_counts, order)
-    return replace(index, offsets=offsets_of(np.bincount(owner[order], minlength=len(index))), **moved)
+    return index.reordered(order, offsets_of(np.bincount(owner[order], minlength=len(index))))
 
 
 # -- files -----------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from yolofleet.data.datasets.writers import (
     write_yolo,
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.data.geometry.table import ranges
 from yolofleet.storage.atomic import whole_folder
 from yolofleet.storage.yaml_lines import write_yaml
 from yolofleet.support.errors import ConfigError, StorageError
@@ -405,8 +406,7 @@ def _rows_of(
     """Return what the target should hold for these images: image int64 [m], class, crowd, box (cxcywh, unit)."""
     counts = np.diff(index.offsets)[images]
     owner = np.repeat(np.arange(len(images)), counts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = index.offsets[images][owner] + within
+    rows = ranges(index.offsets[images], counts)
     if target == "yolo":
         rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
         columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])

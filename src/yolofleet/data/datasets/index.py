@@ -187,24 +187,20 @@ class DataIndex:
 
     def with_rows(self, keep: np.ndarray) -> DataIndex:
         """Return the index with only the labels that ``keep`` marks, bool [M]; all images stay. It is not stored."""
-        outlines: dict[str, Any] = {}
+        return self.reordered(np.flatnonzero(keep), np.concatenate([[0], np.cumsum(keep)])[self.offsets])
+
+    def reordered(self, rows: np.ndarray, offsets: np.ndarray) -> DataIndex:
+        """Return the index with these labels, int64 [m] row numbers, in this order, and their offsets. It is not stored."""
+        columns = ("classes", "boxes_cxcywh_unit", "crowd", "area_px")
+        moved: dict[str, Any] = {name: getattr(self, name)[rows] for name in columns}
         if len(self.points):
             counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
-            outlines = outline_arrays(Outlines(*counts, self.points).of_rows(keep))
+            moved |= outline_arrays(Outlines(*counts, self.points).in_order(rows))
         if self.has_runs:
             run_counts = np.diff(self.run_offsets)
-            outlines["run_offsets"] = offsets_of(run_counts[keep])
-            outlines["run_lengths"] = in_order(self.run_lengths, run_counts, np.flatnonzero(keep))
-        return replace(
-            self,
-            classes=self.classes[keep],
-            offsets=np.concatenate([[0], np.cumsum(keep)])[self.offsets],
-            boxes_cxcywh_unit=self.boxes_cxcywh_unit[keep],
-            crowd=self.crowd[keep],
-            area_px=self.area_px[keep],
-            file=None,
-            **outlines,
-        )
+            moved["run_offsets"] = offsets_of(run_counts[rows])
+            moved["run_lengths"] = in_order(self.run_lengths, run_counts, rows)
+        return replace(self, offsets=offsets, file=None, **moved)
 
     def class_counts(self) -> np.ndarray:
         """Return the number of labels of each class, without crowd regions: int64 [C]."""

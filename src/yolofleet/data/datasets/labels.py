@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from yolofleet.data.geometry.rle import Mask
+from yolofleet.data.geometry.table import ranges
 from yolofleet.support.text import screen_line
 
 MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
@@ -195,16 +196,10 @@ class Outlines:
         """Return the outlines of labels that are boxes."""
         return Outlines(np.zeros(labels, np.int64), np.zeros(0, np.int64), np.zeros((0, 2)))
 
-    def of_rows(self, keep: np.ndarray) -> Outlines:
-        """Return the outlines of the labels that ``keep`` marks, bool [M]."""
-        polygons = np.repeat(keep, self.polygon_counts)
-        points = self.points[np.repeat(polygons, self.point_counts)]
-        return Outlines(self.polygon_counts[keep], self.point_counts[polygons], points)
-
     def in_order(self, rows: np.ndarray) -> Outlines:
         """Return the outlines of these labels, int64 [m] row numbers, in this order."""
-        polygons = _ranges(offsets_of(self.polygon_counts)[rows], self.polygon_counts[rows])
-        points = _ranges(offsets_of(self.point_counts)[polygons], self.point_counts[polygons])
+        polygons = ranges(offsets_of(self.polygon_counts)[rows], self.polygon_counts[rows])
+        points = ranges(offsets_of(self.point_counts)[polygons], self.point_counts[polygons])
         return Outlines(self.polygon_counts[rows], self.point_counts[polygons], self.points[points])
 
     def packed(self) -> Outlines:
@@ -226,15 +221,8 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 def in_order(values: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the values of some groups, int64 [m] their numbers, in this order; each group has so many values."""
-    chosen: np.ndarray = values[_ranges(offsets_of(counts)[rows], counts[rows])]
+    chosen: np.ndarray = values[ranges(offsets_of(counts)[rows], counts[rows])]
     return chosen
-
-
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
-    before = np.cumsum(counts) - counts
-    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
-    return numbers
 
 
 class Parts(NamedTuple):
@@ -278,11 +266,7 @@ class RawLabels:
 
     @staticmethod
     def of_rows(rows: Sequence[tuple[int, int, list[float], bool, Outline]], **counts: Any) -> RawLabels:
-        """Return labels without areas; a row is (image, mark, values, crowd, its outline).
-
-        Args:
-            counts: the other attributes.
-        """
+        """Return labels without areas; a row is (image, mark, values, crowd, its outline)."""
         image, mark, values, crowd, found = zip(*rows, strict=True) if rows else ((),) * 5
         masks = {row: one for row, one in enumerate(found) if isinstance(one, Mask)}
         of_label = [

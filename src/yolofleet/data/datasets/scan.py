@@ -111,7 +111,6 @@ def scan(
     Args:
         problems_kept: problems to keep in full; all are counted.
         root: paths of problems are relative to it.
-        masks: also make the masks of the labels.
     Raises:
         StorageError: the images are in a store that cannot be read.
     """
@@ -150,7 +149,7 @@ def scan(
         inside = runs * ((np.arange(len(runs)) - (np.cumsum(run_counts) - run_counts)[owner]) % 2)
         box_area = np.where(run_counts > 0, np.bincount(owner, inside, len(run_counts)), box_area)
     else:
-        outlines = (raw.outlines or Outlines.none(len(keep))).of_rows(keep).packed()
+        outlines = (raw.outlines or Outlines.none(len(keep))).in_order(np.flatnonzero(keep)).packed()
         run_counts, runs = np.zeros(0, np.int64), np.zeros(0, np.uint32)
     log.kept = [problem.below(root) for problem in log.kept]
     log.assumed = [problem.below(root) for problem in log.assumed]
@@ -369,11 +368,7 @@ class SplitScan:
         }
 
     def _unusable(self, what: str, log: ProblemLog, where: str = "") -> DataError:
-        """Return the error that lists the first problems, without actions: the whole data set is refused.
-
-        Args:
-            where: ends the hint.
-        """
+        """Return the error that lists the first problems, without actions: the whole data set is refused."""
         lines = [problem.words for problem in log.kept[:10]]
         lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
         origin = self.spec.origin

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from yolofleet.data.geometry.table import ranges
+
 _VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:
     from yolofleet.data.geometry import _rings
@@ -76,9 +78,10 @@ class Rings:
     def plain_rows(self, numbers: np.ndarray) -> Rings:
         """Return the rings of the labels of these numbers, without the extension."""
         counts = self.counts[numbers]
-        rings = _of_parts(self.counts, counts, numbers)
+        rings = ranges((np.cumsum(self.counts) - self.counts)[numbers], counts)
         lengths = self.lengths[rings]
-        return Rings(self.points[_of_parts(self.lengths, lengths, rings)], lengths, counts)
+        points = ranges((np.cumsum(self.lengths) - self.lengths)[rings], lengths)
+        return Rings(self.points[points], lengths, counts)
 
     def lists(self) -> list[list[np.ndarray]]:
         """Return the rings of each label."""
@@ -174,13 +177,6 @@ class Cut(NamedTuple):
 
 def _lengths(values: Sequence[Sequence[object]] | Sequence[np.ndarray]) -> np.ndarray:
     return np.fromiter(map(len, values), np.int64, len(values))
-
-
-def _of_parts(all_lengths: np.ndarray, lengths: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the places of the elements of chosen parts, of ``lengths``, in a flat array of parts of ``all_lengths``."""
-    shift = (np.cumsum(all_lengths) - all_lengths)[chosen] - (np.cumsum(lengths) - lengths)
-    places: np.ndarray = np.arange(lengths.sum()) + np.repeat(shift, lengths)
-    return places
 
 
 # the same without the extension -----------------------------------------------------------------------------
@@ -358,5 +354,4 @@ def _cells_between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.nd
     """Return the unit cells that intervals [m] meet, at least one of each: the number of the interval, and the cell."""
     first = np.floor(low).astype(np.int64)
     counts = np.maximum(np.ceil(high).astype(np.int64) - first, 1)
-    owner = np.repeat(np.arange(len(low)), counts)
-    return owner, np.arange(len(owner)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    return np.repeat(np.arange(len(low)), counts), ranges(first, counts)

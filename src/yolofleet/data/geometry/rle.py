@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from yolofleet.data.geometry.table import ranges
+
 Runs = NDArray[np.uint32]
 Places = NDArray[np.int64]
 
@@ -79,7 +81,7 @@ def _crossings(polygon: NDArray[Any], size_hw: tuple[int, int]) -> Places:
     first = np.maximum((low + 2) // _FINER, 0)
     count = np.maximum(np.minimum((high - 3) // _FINER, width - 1) - first + 1, 0)
     side = np.repeat(np.arange(len(count)), count)
-    column = np.arange(len(side)) - np.repeat(np.cumsum(count) - count - first, count)
+    column = ranges(first, count)
     x1, y1, x2, y2 = ends[side].T
     x, flat = _FINER * column + 2, flat[side]
     slope = np.where(flat, (y2 - y1) / np.maximum(dx[side], 1), (x2 - x1) / np.maximum(dy[side], 1))
@@ -265,7 +267,7 @@ def from_rings(outlines: Sequence[NDArray[np.int64]], size_hw: tuple[int, int]) 
     for ring in outlines:
         after = np.roll(ring, -1, axis=0)
         low, count = np.minimum(ring[:, 0], after[:, 0]), np.abs(after[:, 0] - ring[:, 0])
-        columns = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - low, count)
+        columns = ranges(low, count)
         places.append(columns * height + np.repeat(ring[:, 1], count))
         steps.append(np.repeat(np.sign(after[:, 0] - ring[:, 0]), count))
     return _where_positive(np.concatenate(places), np.concatenate(steps), height * width)
@@ -318,7 +320,7 @@ class RunTable:
         for part in slices_of(counts, _QUERIES_AT_ONCE):
             count = counts[part]
             pair = np.repeat(np.arange(len(count)), count)
-            step = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
+            step = ranges(0, count)
             ends = self._ends[self.first[asking[part]][pair] + step]
             run = np.searchsorted(self._keys, ends + asked[part][pair] * self._stride)
             below = self._inside[run] - np.where(self._is_inside[run], self._ends[run] - ends, 0)

@@ -18,6 +18,13 @@ def as_objects(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
+def ranges(starts: np.ndarray | int, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
+    before = np.cumsum(counts) - counts
+    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return numbers
+
+
 class Table:
     """The base of such dataclasses. The first axis of each field has the length of the table.
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.data.geometry.table import ranges
 from yolofleet.support.devices import to_device
 
 ATSS_NEAREST = 9  # candidate cells of each level
@@ -162,7 +163,7 @@ def pairs_inside(boxes_xyxy_px: np.ndarray, grid: Grid) -> Pairs:
         columns = np.maximum(right - left, 0)
         counts.append(columns * np.maximum(bottom - top, 0))  # [T]
         label = np.repeat(np.arange(len(boxes)), counts[-1])
-        row, column = np.divmod(_counted(counts[-1]), columns[label])
+        row, column = np.divmod(ranges(0, counts[-1]), columns[label])
         cells.append(border + (image[label] * height + top[label] + row) * width + left[label] + column)
         labels.append(label)
 
@@ -172,7 +173,7 @@ def pairs_inside(boxes_xyxy_px: np.ndarray, grid: Grid) -> Pairs:
         cells=np.concatenate(cells).astype(np.int32),
         labels=np.concatenate(labels).astype(np.int32),
         sizes=tuple(len(part) for part in cells),
-        best=np.repeat(np.cumsum(of_label) - of_label, best) + _counted(best),
+        best=ranges(np.cumsum(of_label) - of_label, best),
     )
 
 
@@ -269,12 +270,6 @@ def _iou_numpy(a_xyxy: np.ndarray, b_xyxy: np.ndarray) -> np.ndarray:
 def _centres(places: np.ndarray, stride: int) -> np.ndarray:
     """Return the centres of columns or rows, float32 px."""
     return ((places + 0.5) * stride).astype(np.float32)
-
-
-def _counted(counts: np.ndarray) -> np.ndarray:
-    """Return 0 .. n - 1 for each n of ``counts``, concatenated."""
-    numbers: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return numbers
 
 
 def _highest(values: Tensor, labels: Tensor, total: int) -> Tensor:
