@@ -182,9 +182,8 @@ def precision_recall(
         precision_curves[row] = np.interp(-grid, falling, precision[:, 0], left=1)
         for t in range(hit.shape[1]):
             x, y = _envelope(recall[:, t], precision[:, t])
-            recall_points = np.linspace(0, 1, 101)
-            at_points = np.interp(recall_points, x, y)
-            ap[row, t] = ((at_points[1:] + at_points[:-1]) / 2 * np.diff(recall_points)).sum()
+            at_points = np.interp(RECALL_POINTS, x, y)
+            ap[row, t] = ((at_points[1:] + at_points[:-1]) / 2 * np.diff(RECALL_POINTS)).sum()
             if t == 0:
                 at_recall[row] = np.interp(grid, x, y)
     f1_curves = 2 * precision_curves * recall_curves / (precision_curves + recall_curves + 1e-16)

@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from yolofleet.tasks.boxes.coco import RECALL_POINTS
 from yolofleet.tasks.boxes.matching import (
     CONFUSION_SCORE,
     MOST_DETECTIONS,
     Labels,
     ScoredBoxes,
+    iou_xywh,
     overlapping_pairs,
 )
 
@@ -32,7 +34,6 @@ KINDS = ("classification", "localisation", "both", "duplicate", "background", "m
 CLS, LOC, BOTH, DUPLICATE, BACKGROUND = range(5)
 HIT = -1
 VOC_IOU = 0.5
-RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,13 @@ def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAna
     for image in np.unique(detections.image).tolist():
         d = slice(*np.searchsorted(detections.image, [image, image + 1]).tolist())
         m = slice(*np.searchsorted(labels.image, [image, image + 1]).tolist())
-        overlaps = _iou(detections.boxes_xywh_px[d], labels.boxes_xywh_px[m])
+        boxes = detections.boxes_xywh_px[d, None]
+        overlaps = iou_xywh(boxes, labels.boxes_xywh_px[m], labels.crowd[m])
         same = detections.classes[d, None] == labels.classes[None, m]
         kinds, matched, found[m] = _of_image(overlaps, same)
         kind[d], label_of[d] = kinds, np.where(matched >= 0, matched + m.start, -1)
         on = crowd.image == image
-        inside = _iou(detections.boxes_xywh_px[d], crowd.boxes_xywh_px[on], of_detection=True)
+        inside = iou_xywh(boxes, crowd.boxes_xywh_px[on], crowd.crowd[on])
         inside *= detections.classes[d, None] == crowd.classes[None, on]
         counts[d] = (kinds == HIT) | (inside.max(axis=1, initial=0) <= FOREGROUND_IOU)
 
@@ -175,21 +177,6 @@ def _mean_ap(
         best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
         values.append(best[np.searchsorted(hits / objects[c], RECALL_POINTS)].mean())
     return float(np.mean(values)) if values else 0.0
-
-
-def _iou(
-    found_xywh: NDArray[np.float64], true_xywh: NDArray[np.float64], *, of_detection: bool = False
-) -> NDArray[np.float64]:
-    """Return [D, M] the IoU of all pairs; ``of_detection``: the part of the detection that lies inside."""
-    low = np.maximum(found_xywh[:, None, :2], true_xywh[None, :, :2])
-    high = np.minimum(
-        found_xywh[:, None, :2] + found_xywh[:, None, 2:], true_xywh[None, :, :2] + true_xywh[None, :, 2:]
-    )
-    shared = np.prod(np.maximum(high - low, 0), axis=2)
-    area = np.prod(found_xywh[:, 2:], axis=1)[:, None]
-    union = area + 0 * shared if of_detection else area + np.prod(true_xywh[:, 2:], axis=1)[None] - shared
-    overlap: NDArray[np.float64] = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-    return overlap
 
 
 def voc_ap(labels: Labels, detections: ScoredBoxes, names: Sequence[str], metric: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.geometry.table import Table
+from yolofleet.data.geometry.table import Table, ranges
 from yolofleet.tasks.task import Found
 
 # linspace, because arange(.5, 1, .05) differs in the last bits, which changes matches
@@ -67,7 +67,7 @@ class Labels(Table):
         self, m: NDArray[np.int64], detections: Any, d: NDArray[np.int64], _floor: float
     ) -> NDArray[np.float64]:
         """Return [P] the IoU of the labels ``m`` with the ``detections`` ``d``; below ``_floor`` it may be less."""
-        return _iou_pairs(detections.boxes_xywh_px[d], self.boxes_xywh_px[m], self.crowd[m])
+        return iou_xywh(detections.boxes_xywh_px[d], self.boxes_xywh_px[m], self.crowd[m])
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def overlapping_pairs(
         done = ends[lo] - count[lo]
         hi = max(lo + 1, int(np.searchsorted(ends, done + _PAIRS_AT_ONCE, side="right")))
         d = np.repeat(np.arange(lo, hi), count[lo:hi])
-        m = np.arange(len(d)) + np.repeat(first[lo:hi] - (ends[lo:hi] - count[lo:hi] - done), count[lo:hi])
+        m = ranges(first[lo:hi], count[lo:hi])
         iou = labels.overlaps(m, detections, d, floor)
         near = iou >= floor
         found.append((d[near], m[near], iou[near]))
@@ -265,14 +265,14 @@ def overlapping_pairs(
     return d, m, iou
 
 
-def _iou_pairs(
+def iou_xywh(
     found_xywh: NDArray[np.float64], true_xywh: NDArray[np.float64], crowd: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Return [P] the IoU of row i with row i; for a crowd the union is the detection alone.
+    """Return the IoU of boxes [..., 4]; for a crowd the union is the detection alone.
 
     The operations are those of COCO's C code, because a different last bit at a threshold changes a match.
     """
-    d, m = found_xywh.T, true_xywh.T
+    d, m = np.moveaxis(found_xywh, -1, 0), np.moveaxis(true_xywh, -1, 0)
     w = np.minimum(d[2] + d[0], m[2] + m[0]) - np.maximum(d[0], m[0])
     h = np.minimum(d[3] + d[1], m[3] + m[1]) - np.maximum(d[1], m[1])
     both = w * h
