@@ -22,7 +22,7 @@ from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, Label
 from yolofleet.data.datasets.spec import DatasetSpec, Format, Splits, SplitSource
 from yolofleet.data.datasets.yolotxt import walk
 from yolofleet.data.geometry import rle
-from yolofleet.data.images.header import IMAGE_SUFFIXES, header_of_file
+from yolofleet.data.images.header import has_image_suffix, header_of_file
 from yolofleet.support.errors import YolofleetError
 
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp")  # without loss: JPEG changes numbers
@@ -123,7 +123,7 @@ def _strays(folders: dict[str, dict[str, str]], used: set[str]) -> list[tuple[Pr
         os.path.join(folder, name)
         for folder in folders.keys() - used
         for name in set(folders[folder].values())
-        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+        if has_image_suffix(name)
     ]
     return files_found(
         "labels-without-image",

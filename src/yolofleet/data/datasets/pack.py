@@ -17,7 +17,7 @@ from typing import Any
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.datasets.writers import AT_ONCE
-from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.data.images.header import has_image_suffix, read_header
 from yolofleet.storage.atomic import storage_error, whole_folder, write_bytes, writing
 from yolofleet.storage.caches import INDEX
 from yolofleet.storage.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
@@ -168,7 +168,7 @@ def write_shards(
     for path, member, source in files:
         content, modified_ns, facts = _read(path, source)
         place = samples.add(member, content, modified_ns)
-        if not _is_image(path) and len(content) <= SMALL_BYTES:
+        if not has_image_suffix(path) and len(content) <= SMALL_BYTES:
             place = small.add(member, content, modified_ns)
         rows.append([path, *place, *facts])
     shards = [*samples.close(), *small.close()]
@@ -205,14 +205,10 @@ def _read(path: str, source: Path) -> tuple[bytes, int, list[Any]]:
         content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
         modified_ns = source.stat().st_mtime_ns
     facts: list[Any] = [len(content), modified_ns, hashlib.sha256(content).hexdigest()]
-    header = read_header(content) if _is_image(path) else None
+    header = read_header(content) if has_image_suffix(path) else None
     if header is not None and not header.problem:
         facts += header.size_wh
     return content, modified_ns, facts
-
-
-def _is_image(path: str) -> bool:
-    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
 
 
 def _index_of(shards: Sequence[tuple[str, int]], rows: Sequence[Sequence[Any]]) -> bytes:
@@ -262,9 +258,7 @@ def members_of(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
     A label file in ``labels`` gets the name of its image in ``images`` with its own suffix, so that both form a sample.
     """
-    stems = {
-        os.path.splitext(path)[0] for path in paths if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
-    }
+    stems = {os.path.splitext(path)[0] for path in paths if has_image_suffix(path)}
     names = []
     for path in paths:
         stem, suffix = os.path.splitext(path)

@@ -58,7 +58,7 @@ from yolofleet.data.datasets.reader import (
 )
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Format, Splits, SplitSource
 from yolofleet.data.datasets.yolotxt import YoloFiles, images_of, walk
-from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.data.images.header import has_image_suffix
 from yolofleet.support.errors import DataError, YolofleetError
 from yolofleet.support.text import listed
 
@@ -104,7 +104,6 @@ class VocFiles(LabelFiles):
         """Find the files.
 
         Args:
-            path: of a folder or list.
             files: the images of ``path``, if it is not a list of Pascal VOC.
         Raises:
             DataError: the list or the folder of images cannot be read.
@@ -136,7 +135,7 @@ class VocFiles(LabelFiles):
         for folder in dict.fromkeys(map(os.path.dirname, self.images)) if unused else ():
             # a list may name any folder of the disk, so its sub-folders are not visited
             with suppress(OSError, ValueError):
-                stems.update(map(_stem_of, filter(_is_image, os.listdir(folder))))
+                stems.update(map(_stem_of, filter(has_image_suffix, os.listdir(folder))))
         return [file for file in unused if _stem_of(file) not in stems]
 
     def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
@@ -185,7 +184,7 @@ class VocFiles(LabelFiles):
             return line
         words = re.sub(r"\s+(1|-1|0)$", "", line)
         for name in spellings(words):
-            stem = os.path.splitext(name)[0] if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES else name
+            stem = os.path.splitext(name)[0] if has_image_suffix(name) else name
             if stem in by_stem:
                 if stem != words:
                     self._assumed.append((line, stem))
@@ -248,10 +247,6 @@ def _corners_of(objects: Sequence[VocObject]) -> list[list[float]]:
 def _lines_of(path: str, _: Stamp) -> list[int]:
     """Return the line of each object of a file."""
     return [found.line for found in read_annotation(path)[1]]
-
-
-def _is_image(path: str) -> bool:
-    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
 
 
 def _stem_of(path: str) -> str:

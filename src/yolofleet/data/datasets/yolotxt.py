@@ -39,7 +39,7 @@ from yolofleet.data.datasets.reader import (
 )
 from yolofleet.data.datasets.spec import DatasetSpec, Format, SplitSource, format_of, kind_of_files
 from yolofleet.data.datasets.yolorows import are_mostly_polygons, parse_rows
-from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES, has_image_suffix
 from yolofleet.support.errors import DataError
 from yolofleet.support.text import nearest
 
@@ -229,10 +229,7 @@ class YoloFiles(LabelFiles):
             if not name:
                 continue
             columns = name.split()
-            found, is_pair = (
-                None,
-                os.path.splitext(columns[0])[1].lower() in IMAGE_SUFFIXES and len(columns) > 1,
-            )
+            found, is_pair = None, has_image_suffix(columns[0]) and len(columns) > 1
             if is_pair and all(stamp(os.path.join(folder, name)) == ABSENT for folder in folders):
                 found = existing(columns[0], folders)
             if found:

@@ -60,6 +60,10 @@ _TIFF_COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32773, 32946)
 _BYTES_OF_KIND = {1: 1, 3: 2, 4: 4, 16: 8}  # TIFF: BYTE, SHORT, LONG, LONG8
 
 
+def has_image_suffix(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES  # noqa: PTH122 called for each file
+
+
 @dataclass(frozen=True)
 class ImageHeader:
     """What an image file states about itself.
