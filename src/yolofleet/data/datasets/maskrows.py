@@ -102,7 +102,7 @@ def rings_of(polygon: np.ndarray) -> list[np.ndarray]:
     points = polygon.astype(np.int64)
     keys = (points[:, 0] << 16 | points[:, 1]).tolist()
     loops = [list(range(len(keys)))] if len(set(keys)) == len(keys) else _loops(keys)
-    rings = [(points[loop], _doubled_area(points[loop])) for loop in loops if len(loop) > 2]
+    rings = [(points[loop], signed_area(points[loop])) for loop in loops if len(loop) > 2]
     rings = [(ring, area) for ring, area in rings if area]
     largest, most = max(rings, key=lambda one: abs(one[1]), default=(points, 0))
     found = []
@@ -151,9 +151,10 @@ def _loops(keys: Sequence[int]) -> list[list[int]]:
     return [walk, *loops]
 
 
-def _doubled_area(ring: np.ndarray) -> int:
-    after = np.roll(ring, -1, axis=0)
-    return int((ring[:, 0] * after[:, 1] - after[:, 0] * ring[:, 1]).sum())
+def signed_area(ring: np.ndarray) -> float:
+    """Return the area of a ring [k, 2], negative for a hole."""
+    x, y = ring.T
+    return float((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2)
 
 
 def _is_within(ring: np.ndarray, other: np.ndarray) -> bool:

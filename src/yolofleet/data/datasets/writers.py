@@ -27,7 +27,7 @@ import numpy as np
 from yolofleet import __version__
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import Id
-from yolofleet.data.datasets.maskrows import polygon_of
+from yolofleet.data.datasets.maskrows import polygon_of, signed_area
 from yolofleet.data.geometry import rle
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.storage.caches import is_mirrored
@@ -159,17 +159,12 @@ def _polygon_text(index: DataIndex, row: int, size_hw: tuple[int, int]) -> list[
 def joined_masks(index: DataIndex) -> str:
     """Return what became of the masks that are more than one polygon, for ``Converted.notes``."""
     outlines = [rings for at in range(len(index)) for rings in index.outlines(at)]
-    holes = sum(any(_area(ring) < 0 for ring in rings) for rings in outlines)
-    parts = sum(sum(_area(ring) > 0 for ring in rings) > 1 for rings in outlines)
+    holes = sum(any(signed_area(ring) < 0 for ring in rings) for rings in outlines)
+    parts = sum(sum(signed_area(ring) > 0 for ring in rings) > 1 for rings in outlines)
     return (
         f"{sum(map(bool, outlines))} masks are written as polygons: seams join the parts of {parts} and the holes of {holes}, which "
         "other programs may fill"
     )
-
-
-def _area(ring: np.ndarray) -> float:
-    x, y = ring.T
-    return float((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2)
 
 
 def write_coco(

@@ -14,6 +14,7 @@ from xml.sax.saxutils import quoteattr
 import cv2
 import numpy as np
 
+from yolofleet.data.datasets.maskrows import signed_area
 from yolofleet.data.datasets.writers import LAYOUT_FOLDERS, place
 from yolofleet.data.geometry import rle
 from yolofleet.inference.predict.results import Prediction, suffix_of, write_picture
@@ -54,7 +55,7 @@ class LabellingTasks:
         stem = self._readable(stem)
         name = self._place(prediction, stem)
         if self.form == "yolo":
-            write_text(self.labels / f"{stem}.txt", _yolo(prediction))
+            write_text(self.labels / f"{stem}.txt", as_txt(prediction, "yolo", scores=False))
         elif self.form == "labelme":
             write_json(self.labels / f"{stem}.json", _labelme(prediction, Path(name).name))
         elif self.form == "label-studio":
@@ -121,13 +122,9 @@ def _outlines(prediction: Prediction) -> list[list[np.ndarray]]:
     if masks is None:
         return [[] for _ in range(len(prediction))]
     return [
-        [_simpler(ring) for ring in rle.rings(mask.runs, mask.size_hw) if _is_outer(ring)] for mask in masks
+        [_simpler(ring) for ring in rle.rings(mask.runs, mask.size_hw) if signed_area(ring) > 0]
+        for mask in masks
     ]
-
-
-def _is_outer(ring: np.ndarray) -> bool:
-    x, y = ring.T
-    return bool((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() > 0)
 
 
 def _simpler(ring: np.ndarray) -> np.ndarray:
@@ -139,10 +136,16 @@ def _rows(prediction: Prediction) -> list[tuple[dict[str, Any], list[np.ndarray]
     return list(zip(prediction.to_json()["detections"], _outlines(prediction), strict=True))
 
 
-def _yolo(prediction: Prediction) -> str:
+def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
+    """Return a line per object, with the score at its end if ``scores``.
+
+    ``form`` yolo: ``class cx cy w h``, or the points of a polygon, as fractions of the image; voc: ``class x1 y1 x2 y2`` in pixels.
+    """
     height, width = prediction.image_bgr.shape[:2]
-    values = prediction.task.yolo_values(prediction.found, (width, height))
-    return yolo_text(prediction.classes, values, None)
+    values = list(prediction.boxes_xyxy_px.astype(np.float64))
+    if form == "yolo":
+        values = prediction.task.yolo_values(prediction.found, (width, height))
+    return yolo_text(prediction.classes, values, prediction.scores if scores else None)
 
 
 def _labelme(prediction: Prediction, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.export.runtime import Runtime, open_networks
-from yolofleet.inference.predict.labelling import LabellingTasks
+from yolofleet.inference.predict.labelling import LabellingTasks, as_txt
 from yolofleet.inference.predict.predictor import Predictor, one_device
 from yolofleet.inference.predict.results import (
     Prediction,
@@ -33,7 +33,6 @@ from yolofleet.storage.atomic import emit_json, make_folder, write_csv, write_js
 from yolofleet.support import devices
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import DataError, StorageError, YolofleetError
-from yolofleet.tasks.boxes.files import yolo_text
 
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
@@ -255,18 +254,6 @@ class Output(Closing):
                 raise StorageError(
                     f"cannot write {self._video_path}", hint="is the disk full? try another --project"
                 )
-
-
-def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
-    """Return a line per object, with the score at its end if ``scores``.
-
-    ``form`` yolo: ``class cx cy w h``, or the points of a polygon, as fractions of the image; voc: ``class x1 y1 x2 y2`` in pixels.
-    """
-    height, width = prediction.image_bgr.shape[:2]
-    values = list(prediction.boxes_xyxy_px.astype(np.float64))
-    if form == "yolo":
-        values = prediction.task.yolo_values(prediction.found, (width, height))
-    return yolo_text(prediction.classes, values, prediction.scores if scores else None)
 
 
 def csv_rows(predictions: list[dict[str, Any]]) -> Iterator[Sequence[object]]:
