@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from mask_sets import native, random_masks, scored
 
 from yolofleet.data.geometry import rle
+from yolofleet.data.geometry.boxes import DecodedMasks
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
-from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.data.geometry.table import as_objects
 from yolofleet.support.errors import ConfigError
 from yolofleet.tasks.boxes.matching import ScoredBoxes

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from walks import sampled
 
-from yolofleet.data.geometry.masks import DecodedMasks
+from yolofleet.data.geometry.boxes import DecodedMasks
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.description import PRESETS as DFINE
 from yolofleet.families.networks.cost import gflops

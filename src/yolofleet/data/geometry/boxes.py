@@ -57,6 +57,27 @@ class Decoded(NamedTuple):
         return Decoded(self.rows[..., [*range(5), *(5 + number for number in numbers)]])
 
 
+class DecodedMasks(NamedTuple):
+    """Decoded predictions of N images, K of each, with C classes and D prototypes, float32.
+
+    The logit of a prediction's mask at a cell of the map is the product of its coefficients and the prototypes there. The map
+    covers the whole input. A mask is where its logits, enlarged to the image, are above 0 within the box.
+    """
+
+    decoded: Tensor  # [N, K, 5 + C] as of ``Decoded``
+    coefficients: Tensor  # [N, K, D]
+    prototypes: Tensor  # [N, D, h, w], a quarter of the input's height and width
+
+    @property
+    def boxes(self) -> Decoded:
+        """The predictions without masks."""
+        return Decoded(self.decoded)
+
+    def of_classes(self, numbers: Sequence[int]) -> DecodedMasks:
+        """Return the predictions with these classes in this order."""
+        return self._replace(decoded=self.boxes.of_classes(numbers).rows)
+
+
 def xyxy_from_cxcywh(boxes_cxcywh: Boxes) -> Boxes:
     """Return corners [..., 4] from centre and size."""
     centre, half = boxes_cxcywh[..., :2], boxes_cxcywh[..., 2:4] / 2
@@ -86,17 +107,17 @@ def _joined(first: Boxes, second: Boxes) -> Boxes:
     return torch.cat((first, second), dim=-1)
 
 
-def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor, *, eps: float = 1e-7) -> Tensor:
+def ciou_pairs_cxcywh(pred_cxcywh: Tensor, true_cxcywh: Tensor) -> Tensor:
     """Return the complete IoU of matched boxes: row i with row i (for all pairs see ``iou_matrix``).
 
     Args:
         pred_cxcywh: [M, 4] float32, sizes above 0; gradients flow (not through the aspect weight alpha).
         true_cxcywh: [M, 4] same units; no gradient.
-        eps: added to denominators (units^2).
     Returns:
         [M] in (-1.5, 1].
     Source: arXiv:1911.08287. Hand-worked boxes in test_iou.py, gradients in test_yolov5_loss.py.
     """
+    eps = 1e-7  # added to denominators, units^2
     pred_centre, pred_size = pred_cxcywh[:, :2], pred_cxcywh[:, 2:]
     true_centre, true_size = true_cxcywh[:, :2], true_cxcywh[:, 2:]
     pred_low, pred_high = pred_centre - pred_size / 2, pred_centre + pred_size / 2

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxes import Decoded
-from yolofleet.data.geometry.masks import DecodedMasks
+from yolofleet.data.geometry.boxes import Decoded, DecodedMasks
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
 from yolofleet.families.rtdetr.blocks import SelfAttention

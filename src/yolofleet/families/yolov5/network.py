@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxes import SquaredSigmoid
-from yolofleet.data.geometry.masks import DecodedMasks
+from yolofleet.data.geometry.boxes import DecodedMasks, SquaredSigmoid
 from yolofleet.families.networks.blocks import (
     C3,
     SPP,

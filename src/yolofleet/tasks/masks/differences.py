@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from yolofleet.data.geometry.masks import DecodedMasks
+from yolofleet.data.geometry.boxes import DecodedMasks
 from yolofleet.tasks.boxes.differences import FAR, decoded_difference, partners_of
 from yolofleet.tasks.task import Difference
 

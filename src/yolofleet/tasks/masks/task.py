@@ -13,9 +13,9 @@ import numpy as np
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import OUTLINE_UNIT
 from yolofleet.data.geometry import rle
+from yolofleet.data.geometry.boxes import DecodedMasks
 from yolofleet.data.geometry.letterbox import Letterbox
 from yolofleet.data.geometry.mask_shapes import MaskShapes
-from yolofleet.data.geometry.masks import DecodedMasks
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.geometry.rings import Rings
 from yolofleet.data.geometry.table import as_objects
