@@ -42,9 +42,8 @@ def fuse_boxes(
     groups: NDArray[np.int64],
     *,
     sources: int,
-    iou: float = FUSION_IOU,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Fuse boxes of the same group that overlap by more than ``iou``.
+    """Fuse boxes of the same group that overlap by more than ``FUSION_IOU``.
 
     Boxes join clusters in order of score. A cluster's box is the mean of its boxes, weighted by their scores; its score is
     their mean, multiplied by min(boxes of the cluster, sources) / sources.
@@ -66,7 +65,7 @@ def fuse_boxes(
         for row in rows.tolist():
             overlaps = _iou(fused[:clusters], boxes_xyxy[row])
             place = int(overlaps.argmax()) if clusters else -1
-            if place < 0 or overlaps[place] <= iou:
+            if place < 0 or overlaps[place] <= FUSION_IOU:
                 place, first[clusters], clusters = clusters, row, clusters + 1
             sums[place] += scores[row] * boxes_xyxy[row]
             weight[place] += scores[row]

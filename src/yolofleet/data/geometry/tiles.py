@@ -27,11 +27,6 @@ def tiles(height: int, width: int, side: int, overlap: float) -> list[Place]:
     return places if len(places) > 1 else []
 
 
-def parts_of(height: int, width: int, side: int, overlap: float) -> list[Place]:
-    """Return the places on which to detect: the whole image, and its :func:`tiles`, which have one shape."""
-    return [(0, 0, width, height), *tiles(height, width, side, overlap)]
-
-
 def check_tiles(height: int, width: int, side: int, overlap: float, *, source: str) -> None:
     """Raise ConfigError if :func:`tiles` would return more than ``MAX_TILES``; ``source`` is the name of the image."""
     count = (_steps(width, side, overlap) + 1) * (_steps(height, side, overlap) + 1)

@@ -22,7 +22,7 @@ from yolofleet.config.load import predict_config
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.words.unknown import instead_of
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
-from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
+from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, tiles
 from yolofleet.families.networks.combined import CombinedNetwork, inference_network
 from yolofleet.families.networks.detector import Detector, square_of
 from yolofleet.families.networks.precision import autocast, inference_precision
@@ -216,7 +216,7 @@ class Predictor:
         """Detect on the image and on its tiles, and merge the boxes. Raise ConfigError if there would be too many."""
         height, width = frame.image.shape[:2]
         check_tiles(height, width, self.config.tile, self.config.overlap, source=frame.path)
-        places = parts_of(height, width, self.config.tile, self.config.overlap)
+        places = [(0, 0, width, height), *tiles(height, width, self.config.tile, self.config.overlap)]
         parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
         found = list(whole.stream(parts))
         boxes, scores, classes = merged_tiles(
