@@ -31,6 +31,21 @@ def task_of(model: Any) -> Task:
             f"the network finds {model.task!r}, a task of a recipe class, which must be named",
             hint="--recipe-class FILE.py:CLASS",
         )
-    from yolofleet.tasks.users_task import UsersTask  # few runs need it
-
     return cast(Task, UsersTask(found[model.task]))
+
+
+class UsersTask:
+    """Has all parts of ``task``. Each of its methods raises ConfigError for an exception of the user's code."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        from yolofleet.families.recipe_class import reporting  # few runs need it
+
+        what = f"{type(self._task).__name__}.{name}"
+        part = reporting(getattr, what)(self._task, name)
+        return reporting(part, what) if callable(getattr(Task, name, None)) else part
+
+    def __reduce__(self) -> Any:
+        return UsersTask, (self._task,)
