@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from yolofleet.families.rfdetr.description import PRESETS, RfdetrDescription
 from yolofleet.families.rtdetr.weights_files import (
     OURS,
     coco_names,
+    first_state,
     holds_state,
     json_beside,
     own_description,
@@ -108,9 +109,6 @@ def recognises_safetensors(path: Path) -> bool:
 def read_pth(path: Path, description: ModelDescription | None = None) -> Weights:
     """Read the moving average if there is one, else the model; or a state dict. Shapes identify the network.
 
-    Args:
-        description: for a network that is not built in.
-
     Raises:
         CheckpointError: the file is damaged or unsafe, belongs to another network, or has values that are not finite.
     """
@@ -141,7 +139,7 @@ def read_safetensors(path: Path, description: ModelDescription | None = None) ->
     return _weights(read_plain(path), description, path, known, names)
 
 
-def _is_ours(names: Mapping[str, Any]) -> bool:
+def _is_ours(names: Collection[str]) -> bool:
     """Return whether the names of tensors are those of RF-DETR or DINOv2."""
     return any(name.endswith((MARK, "blocks.0.ls1.gamma", "layer.0.layer_scale1.lambda1")) for name in names)
 
@@ -149,16 +147,8 @@ def _is_ours(names: Mapping[str, Any]) -> bool:
 def _state(root: Any) -> dict[str, StoredTensor]:
     """Return the tensors of a pickled checkpoint; none if it is of another family."""
     parts = root if isinstance(root, dict) else {}
-    for found in (parts.get("ema_model"), parts.get("model"), parts.get("state_dict"), parts):
-        if isinstance(found, dict):
-            state = {
-                re.sub(r"^(model\.)?(_orig_mod\.)?(module\.)?", "", name): t
-                for name, t in found.items()
-                if isinstance(name, str) and isinstance(t, StoredTensor)
-            }
-            if _is_ours(state):
-                return state
-    return {}
+    candidates = (parts.get("ema_model"), parts.get("model"), parts.get("state_dict"), parts)
+    return first_state(candidates, r"(model\.)?(_orig_mod\.)?(module\.)?", _is_ours)
 
 
 def _weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,6 @@ def recognises_safetensors(path: Path) -> bool:
 def read_pth(path: Path, description: ModelDescription | None = None) -> Weights:
     """Read the moving average if there is one, else the model; or a state dict. The shapes identify the network.
 
-    Args:
-        description: for a network that is not built in.
-
     Raises:
         CheckpointError: the file is damaged or unsafe, belongs to another network, or has values that are not finite.
     """
@@ -83,14 +80,24 @@ def _state(root: Any) -> dict[str, StoredTensor]:
     """Return the tensors of a pickled checkpoint; none if it is not one of these families."""
     parts = root if isinstance(root, dict) else {}
     average = parts.get("ema")
-    for found in (average.get("module") if isinstance(average, dict) else None, parts.get("model"), parts):
+    average = average.get("module") if isinstance(average, dict) else None
+    return first_state(
+        (average, parts.get("model"), parts), r"module\.", lambda names: f"decoder.{MARK}" in names
+    )
+
+
+def first_state(
+    candidates: Iterable[Any], prefix: str, is_ours: Callable[[Collection[str]], bool]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of the first dict whose names, without a prefix (a regular expression), are ours; none without one."""
+    for found in candidates:
         if isinstance(found, dict):
             state = {
-                name.removeprefix("module."): t
+                re.sub(f"^{prefix}", "", name): t
                 for name, t in found.items()
                 if isinstance(name, str) and isinstance(t, StoredTensor)
             }
-            if f"decoder.{MARK}" in state:
+            if is_ours(state):
                 return state
     return {}
 
