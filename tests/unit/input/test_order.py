@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from yolofleet.data.input.order import (
-    LabelArrays,
     Orders,
     RectOrders,
     SampledOrders,
@@ -42,7 +42,7 @@ def counts(orders: Orders, epochs: int, class_ap: tuple[float, ...] | None = Non
     return np.array([np.bincount(orders.order(e, class_ap), minlength=n) for e in range(epochs)])
 
 
-LABELS: LabelArrays = Labels([[0, 0, 0], [0], [0, 1], []])
+LABELS: Any = Labels([[0, 0, 0], [0], [0, 1], []])
 
 
 def test_without_a_sampler_an_epoch_is_a_permutation() -> None:
@@ -93,7 +93,8 @@ def test_an_epoch_does_not_depend_on_the_calls_before() -> None:
 def test_micro_batches_of_rectangular_training_have_like_aspect_ratios(n: int) -> None:
     rng = np.random.default_rng(n)
     sizes = rng.integers(30, 90, (n, 2))
-    orders = RectOrders(build_orders(Labels([[0]] * n, sizes), 0, "none", 0), Labels([[0]] * n, sizes), 4, 32)
+    index: Any = Labels([[0]] * n, sizes)
+    orders = RectOrders(build_orders(index, 0, "none", 0), index, 4, 32)
     stream = [image for epoch in range(9) for image in orders.order(epoch).tolist()]
     for epoch in range(9):
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
@@ -114,7 +115,7 @@ def test_micro_batches_of_rectangular_training_have_like_aspect_ratios(n: int) -
 
 def test_the_shape_of_a_micro_batch_holds_all_its_images() -> None:
     sizes = np.array([(640, 480), (640, 400), (500, 640), (64, 1000)])
-    index = Labels([[0]] * 4, sizes)
+    index: Any = Labels([[0]] * 4, sizes)
     orders = RectOrders(Orders(index, 0), index, 2, 32)
     assert orders.shape_hw([0, 1], 640) == (480, 640)
     assert orders.shape_hw([1], 640) == (416, 640)

@@ -12,38 +12,17 @@ Legend: n images, M labels, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Sequence, Sized
 
 import numpy as np
 
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.input.cache import resized_wh
 from yolofleet.support.random_numbers import generator, permutation
 
 ORDERS_KEPT = 2  # in memory: a micro-batch may span two epochs
 
 ClassAP = tuple[float, ...]  # AP of each class; -1 for a class without labels
-
-
-class Sized(Protocol):
-    """The part of ``DataIndex`` that an order without a sampler needs."""
-
-    def __len__(self) -> int: ...
-
-
-class LabelArrays(Sized, Protocol):
-    """The part of ``DataIndex`` that samplers and rectangular training need."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def offsets(self) -> np.ndarray: ...
-    @property
-    def classes(self) -> np.ndarray: ...
-    @property
-    def crowd(self) -> np.ndarray: ...
-    @property
-    def sizes_wh(self) -> np.ndarray: ...
 
 
 class Orders:
@@ -105,7 +84,7 @@ class SampledOrders(Orders):
         threshold: t of ``repeat-factor``.
     """
 
-    def __init__(self, index: LabelArrays, seed: int, sampler: str, threshold: float) -> None:
+    def __init__(self, index: DataIndex, seed: int, sampler: str, threshold: float) -> None:
         super().__init__(index, seed)
         self.labels = index
         self.sampler = sampler
@@ -176,7 +155,7 @@ class RectOrders(Orders):
 
     is_rect = True
 
-    def __init__(self, sampled: Orders, index: LabelArrays, micro_batch: int, stride: int) -> None:
+    def __init__(self, sampled: Orders, index: DataIndex, micro_batch: int, stride: int) -> None:
         super().__init__(index, sampled.seed)
         self.sampled, self.micro_batch, self.stride = sampled, micro_batch, stride
         self.sizes_wh = index.sizes_wh
@@ -200,7 +179,7 @@ class RectOrders(Orders):
         return height, width
 
 
-def build_orders(index: LabelArrays, seed: int, sampler: str, threshold: float) -> Orders:
+def build_orders(index: DataIndex, seed: int, sampler: str, threshold: float) -> Orders:
     """Return the orders of ``--sampler``."""
     return Orders(index, seed) if sampler == "none" else SampledOrders(index, seed, sampler, threshold)
 
