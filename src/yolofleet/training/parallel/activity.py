@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from yolofleet.support.system.proc import host_temperature_c, resident_bytes
 
 if TYPE_CHECKING:
     from yolofleet.runs.rank_status import RankStatus
+    from yolofleet.runs.report.clock import Clock
 
 MEDIAN_FACTOR = 10  # a phase of a step may last 10 times its median
 WINDOW = 30  # steps of that median
@@ -38,19 +39,6 @@ TASK_FACTORS = {  # downloads ("data set", "weights") and copies have their own 
 SILENCE_FACTOR = 4  # outside of steps, one call may hold the GIL for a while (imports, large files)
 SPEED_WINDOW = 20  # heartbeats, about 20 s, over which a rank's speed is measured
 TEMPERATURE_EVERY = 10  # heartbeats: asking a driver may take milliseconds
-
-
-class Phases(Protocol):
-    """The part of ``runs.report.clock.Clock`` that the watchdog reads."""
-
-    phase: str
-    since_s: float
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def steps_here(self) -> int: ...
-    def spent(self) -> tuple[int, float, float]: ...
 
 
 class Activity:
@@ -72,7 +60,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.began_at_s = time.time()
-        self.clock: Phases | None = None
+        self.clock: Clock | None = None
         self.seconds: dict[str, float] = {}
         self._since_s = time.perf_counter()
         self.task = ""
@@ -222,7 +210,7 @@ class Gauges:
         self._past: deque[tuple[int, float, float]] = deque(maxlen=SPEED_WINDOW)
         self._number, self._temperature_c = 0, 0.0
 
-    def read(self, clock: Phases | None) -> dict[str, Any]:
+    def read(self, clock: Clock | None) -> dict[str, Any]:
         """Return the fields of a heartbeat from ``rate_img_s`` on."""
         found = {"rate_img_s": 0.0, "waits": 0.0, "memory_gib": 0.0}
         device, is_host = self._device, devices.is_host(self._device)

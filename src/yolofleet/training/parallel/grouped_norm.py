@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,46 +20,25 @@ from yolofleet.storage.caches import keep_compiled
 from yolofleet.support.devices import has_triton
 
 
-class Normalise(Protocol):
-    """Return the normalised pass, like ``x``, and the means and inverse deviations of the micro-batches, [2, G, C].
-
-    Args:
-        x: [N, C, H, W].
-        means, variances: [at least G, C]; their first rows receive the statistics (variance unbiased, n / (n - 1)).
-        images: of a micro-batch.
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        means: Tensor,
-        variances: Tensor,
-        images: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class Differentiate(Protocol):
-    """Return the gradients of ``x``, of the weight and of the bias; ``saved``: of :class:`Normalise`."""
-
-    def __call__(
-        self, grad: Tensor, x: Tensor, weight: Tensor, saved: Tensor, images: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 class Kernels(NamedTuple):
-    """The two directions of a layer."""
+    """The two directions of a layer, with the arguments and the results of :data:`PYTORCH`."""
 
-    normalise: Normalise
-    differentiate: Differentiate
+    normalise: Callable[..., tuple[Tensor, Tensor]]
+    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def normalise(
     x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, variances: Tensor, images: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalise with PyTorch's kernel for each micro-batch, which writes into its part of the result."""
+    """Normalise with PyTorch's kernel for each micro-batch, which writes into its part of the result.
+
+    Args:
+        x: [N, C, H, W].
+        means, variances: [at least G, C]; their first rows receive the statistics (variance unbiased, n / (n - 1)).
+        images: of a micro-batch.
+    Returns:
+        the normalised pass, like ``x``, and the means and inverse deviations of the micro-batches, [2, G, C].
+    """
     y, parts = torch.empty_like(x), x.split(images)
     saved = weight.new_empty((2, len(parts), len(weight)))
     for part, out, mean, variance, *kept in zip(

@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from torch.distributed import Store
+
 from yolofleet.runs.rank_status import RankStatus, write_status
 from yolofleet.storage.atomic import open_append
 from yolofleet.support.errors import ClusterError
@@ -46,7 +48,7 @@ from yolofleet.training.parallel.stall import (
     stall_error,
     stall_note,
 )
-from yolofleet.training.parallel.world import Store, World
+from yolofleet.training.parallel.world import World
 
 INTERVAL_S = 1.0
 HEARTBEATS_PER_S = 16  # in the whole run: with more ranks each one publishes less often

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,15 +41,6 @@ ROUND_S = 5.0  # of long work of rank 0: ranks meet after this time, so that no 
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
 )
-
-
-class Store(Protocol):
-    """The methods that this package uses of torch's key-value store; they raise RuntimeError if the store is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 def _join_group(place: Place, device: torch.device, timeout_s: float) -> None:
@@ -274,7 +265,7 @@ class World:
             with self._cluster_errors(f"sum a number on {self.device}"):
                 devices.synchronize(self.device)  # NCCL's wait() returns before the device has finished
 
-    def store(self, name: str, timeout_s: float) -> Store | None:
+    def store(self, name: str, timeout_s: float) -> dist.Store | None:
         """Open a separate connection to the rendezvous store; return None if it is not a TCPStore.
 
         It works while collectives hang. A random prefix keeps its keys apart from those of other programs.
