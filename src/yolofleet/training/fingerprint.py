@@ -63,6 +63,13 @@ def fingerprint(
             settings[name] = identity_of(
                 value, "--optimizer" if name == "optimizer_class" else "--recipe-class"
             )
+    exact: dict[str, Any] = {name: getattr(config, name) for name in BIT_SETTINGS}
+    if config.passes == "compiled":
+        exact["compile"] = True
+    if recipe.albumentations:
+        from yolofleet.data.input.single_images import albumentations_version
+
+        exact["albumentations"] = albumentations_version()
     found = {
         "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
@@ -70,19 +77,10 @@ def fingerprint(
         # as a checkpoint stores it: lists, no tuples
         "model": json.loads(json.dumps(model.description.to_dict())),
         "names": list(model.names),
-        "kernels": kernels(world.device)
-        | {name: getattr(config, name) for name in BIT_SETTINGS}
-        | ({"compile": True} if config.passes == "compiled" else {})
-        | ({"albumentations": _albumentations_version()} if recipe.albumentations else {}),
+        "kernels": kernels(world.device) | exact,
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }
     if recipe.copy_paste or recipe.albumentations:
         versions_here = f"{found['data']} {found['kernels'].get('albumentations')}"
         check_equal(world, "the polygons, or the version of albumentations,", versions_here)
     return found
-
-
-def _albumentations_version() -> str:
-    from yolofleet.data.input.single_images import albumentations_version  # only recipes with albumentations
-
-    return albumentations_version()

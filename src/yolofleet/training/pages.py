@@ -62,7 +62,8 @@ class RunPages:
     def validated(self, evaluation: Evaluation) -> None:
         """Update report.json after some validations, for the board. Collective: every rank."""
         self._validations += 1
-        if is_power_of_two(self._validations):  # so few that the cost of a long run is bounded
+        # after 1, 2, 4, 8 ... of them: so few that the cost of a long run is bounded
+        if self._validations.bit_count() == 1:
             self.share_figures(evaluation)
 
     def share_figures(self, evaluation: Evaluation | None) -> None:
@@ -108,11 +109,6 @@ def draw_validation(
     """Draw a validation as its task does."""
     task, found, what = evaluation.task, evaluation.detections, f"the pictures of the validation in {folder}"
     or_note(note, what, task.plots, evaluation.metrics, found, index, folder, note)
-
-
-def is_power_of_two(number: int) -> bool:
-    """Return whether ``number`` >= 1 is 1, 2, 4, 8 ..."""
-    return number.bit_count() == 1
 
 
 def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:

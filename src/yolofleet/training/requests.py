@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,15 +50,6 @@ class Asked(NamedTuple):
     end: bool = False
     unreadable: bool = False
     compare: bool = False
-
-    def packed(self) -> list[int]:
-        """Return the numbers to sum over ranks."""
-        return list(map(int, self))
-
-    @classmethod
-    def unpacked(cls, sums: Sequence[int]) -> Asked:
-        """Return what any rank asks for, from the sums of :meth:`packed`."""
-        return cls(*map(bool, sums))
 
 
 NOTHING = Asked()

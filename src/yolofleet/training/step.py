@@ -111,10 +111,10 @@ def train_step(
     for mb in (mb for device_batches in micro_batches for mb in device_batches):
         local_counts += torch.from_numpy(mb.targets.counts)
     with clock("comm"):
-        packed = torch.tensor(asked._replace(stop=bool(stop())).packed())
+        packed = torch.tensor(list(map(int, asked._replace(stop=bool(stop())))))
         shared = world.all_reduce_(torch.cat([local_counts, packed]))
     counts, sums = shared.split([len(local_counts), len(packed)])
-    asked = Asked.unpacked(sums.tolist())
+    asked = Asked(*map(bool, sums.tolist()))  # what any rank asks for
     if asked.stop:
         raise StepAbandoned
 

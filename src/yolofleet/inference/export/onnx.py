@@ -28,7 +28,7 @@ from yolofleet.inference.export.export_metadata import (
     printable,
 )
 from yolofleet.inference.export.formats import SLIM, missing
-from yolofleet.inference.export.onnx_check import checked_model, external_files
+from yolofleet.inference.export.onnx_check import checked_model, external_values
 from yolofleet.inference.export.opened import Opened, first_line
 from yolofleet.inference.export.quantize import quantized
 from yolofleet.support.errors import CheckpointError, ConfigError
@@ -101,8 +101,9 @@ def _simplified(model: Any) -> Any:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the file and its external data files. Raises as :func:`checked_model`."""
-    return [path, *external_files(path, checked_model(path))]
+    """Return the file and its external data files, without duplicates. Raises as :func:`checked_model`."""
+    names = {values["location"] for values in external_values(path, checked_model(path))}
+    return [path, *(path.parent / name for name in sorted(names))]
 
 
 def _onnxruntime() -> Any:

@@ -53,17 +53,13 @@ def checked_model(path: Path) -> Any:
                 f"{path} has a {node.op_type}, which may never end and which no export of a detector needs",
                 hint="export it again without NMS, or with the operation NonMaxSuppression",
             )
-    for values in _external(path, model):
+    for values in external_values(path, model):
         _check_external(path, values)
     return model
 
 
-def external_files(path: Path, model: Any) -> list[Path]:
-    """Return the external data files of a checked model, without duplicates."""
-    return [path.parent / name for name in sorted({values["location"] for values in _external(path, model)})]
-
-
-def _external(path: Path, model: Any) -> Iterator[dict[str, str]]:
+def external_values(path: Path, model: Any) -> Iterator[dict[str, str]]:
+    """Yield where the external data of each tensor is: ``location``, and perhaps ``offset`` and ``length``."""
     for tensor in _messages(model.graph, path):
         if tensor.DESCRIPTOR.name == "TensorProto" and tensor.data_location == tensor.EXTERNAL:
             yield {entry.key: entry.value for entry in tensor.external_data}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from yolofleet.inference.export.export_metadata import KEY, ExportMetadata
 from yolofleet.inference.export.graph import ExportJob, quiet, save_module
@@ -38,14 +36,11 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         module = torch.jit.load(file, map_location="cpu", _extra_files=stored)
     text = bytes(stored[METADATA_FILE]).decode(errors="replace")
     metadata = ExportMetadata.from_json(text, source=str(path), kind="a TorchScript file")
-    return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
 
-
-def _runner(function: Callable[[Tensor], Any]) -> Callable[[np.ndarray], list[np.ndarray]]:
     def run(images: np.ndarray) -> list[np.ndarray]:
         with torch.inference_mode():
             given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
-            found = function(given)
+            found = module(given)
             return [one.numpy() for one in (found if isinstance(found, tuple) else (found,))]
 
-    return run
+    return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", run)

@@ -128,7 +128,12 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        return [_trial(frozen) for frozen in self._frozen()]
+        trials = []
+        for frozen in self._frozen():
+            state, reason = STATES[frozen.state.name], str(frozen.user_attrs.get(REASON, ""))
+            result = Result(state, frozen.intermediate_values, reason)
+            trials.append(Trial(frozen.number, frozen.params, result))
+        return trials
 
     def first_of_generation(self, number: int) -> int:
         """Return the number of the first trial of the generation of trial ``number``."""
@@ -241,12 +246,6 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
     """Return the complete trial with the highest fitness, of equal ones the first; None without one."""
     complete = [trial for trial in trials if trial.result.state == "complete"]
     return max(complete, key=lambda trial: (trial.result.fitness or 0.0, -trial.number), default=None)
-
-
-def _trial(frozen: Any) -> Trial:
-    state = STATES[frozen.state.name]
-    result = Result(state, frozen.intermediate_values, str(frozen.user_attrs.get(REASON, "")))
-    return Trial(frozen.number, frozen.params, result)
 
 
 def _drop_torn_line(file: Path) -> None:
