@@ -59,8 +59,7 @@ class Detected:
     found: Any
     candidates_cut: int
     ordinal: int
-    loss_sums: NDArray[np.float64] | None  # [T]
-    loss_divisors: NDArray[np.float64] | None  # [T]
+    loss: tuple[NDArray[np.float64], NDArray[np.float64]] | None  # its sums and divisors, each [T]
     forward_s: float
     nms_s: float
 
@@ -69,23 +68,15 @@ class Shard:
     """Collects the results of one rank's batches."""
 
     def __init__(self, task: Task) -> None:
-        self.found = [task.nothing]
-        self.candidates_cut = 0
-        self._ordinals: list[int] = []
-        self._sums: list[NDArray[np.float64]] = []
-        self._divisors: list[NDArray[np.float64]] = []
+        self._nothing = task.nothing
+        self._batches: list[Detected] = []
 
     def add(self, detected: Detected) -> None:
-        self.found.append(detected.found)
-        self.candidates_cut += detected.candidates_cut
-        if detected.loss_sums is not None and detected.loss_divisors is not None:
-            self._ordinals.append(detected.ordinal)
-            self._sums.append(detected.loss_sums)
-            self._divisors.append(detected.loss_divisors)
+        self._batches.append(detected)
 
     def detections(self) -> Any:
         """Return the detections sorted by image position; the order within an image stays."""
-        return by_image(self.found[0].joined(self.found))
+        return by_image(self._nothing.joined([self._nothing, *(batch.found for batch in self._batches)]))
 
     def to_bytes(
         self,
@@ -98,12 +89,13 @@ class Shard:
             **{f"judged/{name}": array for name, array in judged.items()},
             "images": np.array([images], np.int64),
             "seconds": np.array([seconds[part] for part in PARTS]),
-            "candidates_cut": np.array([self.candidates_cut], np.int64),
+            "candidates_cut": np.array([sum(batch.candidates_cut for batch in self._batches)], np.int64),
         }
-        if self._ordinals:
-            arrays["loss_ordinals"] = np.array(self._ordinals, np.int64)
-            arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
-            arrays["loss_divisors"] = np.stack(self._divisors)
+        if losses := [(batch.ordinal, *batch.loss) for batch in self._batches if batch.loss is not None]:
+            ordinals, sums, divisors = zip(*losses, strict=True)
+            arrays["loss_ordinals"] = np.array(ordinals, np.int64)
+            arrays["loss_sums"] = np.stack(sums)  # [B, T]
+            arrays["loss_divisors"] = np.stack(divisors)
         if with_detections:
             arrays |= {f"found/{name}": array for name, array in vars(self.detections()).items()}
         return save_arrays(arrays)

@@ -230,7 +230,7 @@ class _Detect:
         labels = None
         if self.loss is not None:
             labels = letterboxed_labels(self.task, self.index, batch, letterboxes)
-        decoded, sums, divisors = predictions(
+        decoded, loss = predictions(
             self.model, images_u8, labels, self.loss, self.settings.precision, self.device
         )
         devices.wait_for(self.device)  # NMS waits for it anyway
@@ -239,7 +239,7 @@ class _Detect:
         one_class = self.settings.config.single_cls
         found = self.task.collected(batch.image_idx, per_image, letterboxes, one_class)
         nms_s = time.perf_counter() - began_s - forward_s
-        return Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
+        return Detected(found, cut, batch.ordinal, loss, forward_s, nms_s)
 
 
 def predictions(
@@ -249,7 +249,7 @@ def predictions(
     loss: DetectionLoss | None,
     precision: str,
     device: torch.device,
-) -> tuple[Any, np.ndarray | None, np.ndarray | None]:
+) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
     """Return decoded predictions, and the sums [T] and the divisors [T] of the loss, if there is one.
 
     Args:
@@ -258,7 +258,7 @@ def predictions(
     images = images_u8.to(device, non_blocking=True).float().div_(255)
     with autocast(precision, device):
         raws = model(images)
-    sums = divisors = None
+    found = None
     if loss is not None and labels is not None:
         height, width = images_u8.shape[2:]
         targets = loss.match(labels, len(images_u8), (height, width))  # while the device computes
@@ -266,7 +266,8 @@ def predictions(
         divisors = targets.counts.astype(np.float64)
         if loss.predicted_divisor:
             sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
-    return model.decode(raws), sums, divisors
+        found = sums, divisors
+    return model.decode(raws), found
 
 
 class _Threads(Closing):
