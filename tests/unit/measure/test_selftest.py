@@ -196,13 +196,13 @@ def test_it_has_help_and_takes_no_configuration_of_another_verb(tmp_path: Path, 
 
 
 def test_each_device_is_checked_in_a_process_of_its_own():
-    done = [*contract.checked_devices(["cpu"], "yolov5n")]
+    done = [*contract.checked_devices(["cpu"])]
     assert [check["name"] for check in done] == [f"resume with {name}" for name in ("SGD", "Adam", "AdamW")]
     assert all(check["passed"] and check["device"] == "cpu" for check in done)
     assert contract.check_line(done[0]).startswith("cpu     resume with SGD")
 
 
 def test_a_device_that_ends_its_process_is_a_failed_check():
-    (check,) = contract.checked_devices(["99"], "yolov5n")
+    (check,) = contract.checked_devices(["99"])
     assert not check["passed"] and "exit code 1" in check["detail"]
     assert contract.check_line(check).split()[:4] == ["99", "all", "checks", "FAILED"]

@@ -42,8 +42,6 @@ class Leg:
     Attributes:
         kind: ``exact``: must give the reference's bits; ``fast``: fast sums on the kernels of exact mode, may
             differ by rounding; ``default``: fast sums on the default kernels, shown but not judged.
-        device: as ``--device``.
-        devices: their number.
     """
 
     kind: Literal["exact", "fast", "default"]
@@ -201,8 +199,6 @@ class Comparison:
     def read(self, leg: Leg, folder: RunFolder, problem: str = "") -> Record:
         """Return the results in a leg's run folder.
 
-        Args:
-            problem: why it did not finish.
         Raises:
             CheckpointError: its checkpoints are damaged.
             NumericsError: the reference's first step changed nothing.
@@ -318,7 +314,8 @@ def cause_of(records: Sequence[Record], broken: Sequence[Record]) -> Cause:
     """Return the likeliest cause: a value that runs report differently, else the pattern of the broken legs."""
     reference = records[0]
     for record in (r for r in broken if not r.problem):
-        for name in sorted({*reference.reported, *record.reported}, key=by_likelihood):
+        unlisted = {*reference.reported, *record.reported} - MEANINGS.keys()
+        for name in (*MEANINGS, *sorted(unlisted)):
             then, now = reference.reported.get(name), record.reported.get(name)
             if then != now:
                 text, hint = MEANINGS.get(name, ("the runs report different things", REPORT))
@@ -371,8 +368,3 @@ MEANINGS = {  # a value that runs report -> meaning of a difference, and what to
     "tf32": ("TF32 is not the same in all runs", "unset NVIDIA_TF32_OVERRIDE"),
     "data": ("the images are not the same", "install the same numpy and OpenCV everywhere"),
 }
-
-
-def by_likelihood(name: str) -> tuple[int, str]:
-    order = list(MEANINGS)
-    return order.index(name) if name in order else len(order), name

@@ -30,7 +30,6 @@ from yolofleet.measure.selftest.checks import (
     plan,
     short,
 )
-from yolofleet.measure.selftest.device_checks import MODEL
 from yolofleet.measure.trainings import outcome_of, run_training, started_training
 from yolofleet.runs.checkpoint.names import step_of
 from yolofleet.runs.report.folder import RunFolder
@@ -59,8 +58,6 @@ def run_contract(
     Args:
         titles: for tests: of all legs only these; the reference and a fast one are needed to hold.
         environments: for tests: by a leg's title, variables that only its processes get, to break the contract.
-    Returns:
-        0.
     Raises:
         ClusterError: the contract is broken here, or the reference failed; says why, as far as that can be told.
         YolofleetError: no such model or device; the disk refused; somebody stopped a run.
@@ -84,7 +81,7 @@ def run_contract(
             records.append(record)
             show(table_line(legs, cells_of(record, records[0])))
         verdict = judge(records)
-        for check in [] if titles else checked_devices(lone_devices(device), MODEL):
+        for check in [] if titles else checked_devices(lone_devices(device)):
             checks.append(check)
             show(check_line(check))
         many = next((leg for leg in legs if leg.processes > 1), None)
@@ -159,7 +156,6 @@ def run_legs(
 
     Args:
         folder: for their runs and their cache.
-        environments: by a leg's title, variables that only its processes get.
     Yields:
         The result of a leg when it has ended.
     Raises:
@@ -272,7 +268,7 @@ def _send_fleet(device: str, sender: Connection) -> int:
     return 0
 
 
-def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, Any]]:
+def checked_devices(devices: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Run the checks of each device in a process of its own, so that a device that crashes does not end this process.
 
     Yields:
@@ -282,7 +278,7 @@ def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, An
 
     for device in devices:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = copy_of_this_process(send_checks, device, model, sender)
+        process = copy_of_this_process(send_checks, device, sender)
         sender.close()
         with receiver, suppress(EOFError):
             while True:

@@ -39,20 +39,15 @@ class Training:
         self,
         device: torch.device,
         *,
-        model: str = MODEL,
         optimizer: str = "SGD",
         precision: str = "fp32",
-        per_pass: int = 1,
     ) -> None:
         self.precision, self.world = precision, World.single(device)
-        description = describe(model)
+        description = describe(MODEL)
         recipe: Recipe = family_of(description).hyperparameters()
         network = build_model(description, CLASSES).to(device).train()
         self.loss = family_loss(network, recipe, IMG)
         replicas = Replicas.build(network, [device], self.world, synced=False)
-        if per_pass > 1:
-            replicas.pass_together(per_pass, IMAGES // per_pass)
-        self.per_pass = per_pass
         self.state = TrainState.build(
             replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
         )
@@ -73,7 +68,7 @@ class Training:
                 self.loss,
                 self.world,
                 Clock(),
-                total_micro_batches=self.per_pass,
+                total_micro_batches=1,
                 precision=self.precision,
                 clip_norm=10.0,
                 nan_rule=NanRule(skips=3),
@@ -85,20 +80,18 @@ class Training:
         return dict(self.state.snapshot({}).tensors)
 
 
-def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
+def learns_as_the_cpu(device: torch.device) -> str:
     """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
     with float32_products(device, tf32=False):
-        loss, cpu_loss = (
-            Training(where, model=model).steps(STEPS) for where in (device, torch.device("cpu"))
-        )
+        loss, cpu_loss = (Training(where).steps(STEPS) for where in (device, torch.device("cpu")))
     off = abs(loss / cpu_loss - 1)
     assert off <= SAME_LOSS, f"loss {loss:.5g} after {STEPS} steps, {cpu_loss:.5g} on the CPU"
     return f"loss off by {off:.1e} after {STEPS} steps"
 
 
-def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
+def survives_an_overflow(device: torch.device) -> str:
     """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
-    training = Training(device, model=model, precision="fp16")
+    training = Training(device, precision="fp16")
     before = training.tensors()
     training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
     training.steps(1)
@@ -112,12 +105,12 @@ def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     return f"loss {loss:.4g} three steps later"
 
 
-def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
+def resumes(device: torch.device, optimizer: str) -> str:
     """Check that a restored state equals the saved one, and that training continues from it."""
-    first = Training(device, model=model, optimizer=optimizer)
+    first = Training(device, optimizer=optimizer)
     first.steps(2)
     saved: Snapshot = first.state.snapshot({})
-    second = Training(device, model=model, optimizer=optimizer)
+    second = Training(device, optimizer=optimizer)
     second.state.restore(saved)
     restored = second.tensors()
     differ = [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
@@ -129,25 +122,25 @@ def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
     return f"{len(restored)} tensors"
 
 
-def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
+def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
     """Return the checks that apply to ``device``, by name."""
     found: dict[str, Callable[[], str]] = {}
     if not is_host(device):
-        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device, model)
-        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device, model)
+        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device)
+        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device)
     for optimizer in OPTIMIZERS:
-        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer, model)  # type: ignore[misc]
+        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer)  # type: ignore[misc]
     return found
 
 
-def run_checks(device: torch.device, model: str = MODEL) -> Iterator[dict[str, Any]]:
+def run_checks(device: torch.device) -> Iterator[dict[str, Any]]:
     """Run all checks of a device, one after another. An error is a failed check.
 
     Yields:
         name, passed, and detail: a measured value, or what failed.
     """
     select(device)
-    for name, check in checks_of(device, model).items():
+    for name, check in checks_of(device).items():
         try:
             yield {"name": name, "passed": True, "detail": check()}
         except Exception as problem:  # also any error of a driver
@@ -155,9 +148,9 @@ def run_checks(device: torch.device, model: str = MODEL) -> Iterator[dict[str, A
             yield {"name": name, "passed": False, "detail": detail}
 
 
-def send_checks(device: str, model: str, sender: Connection) -> int:
+def send_checks(device: str, sender: Connection) -> int:
     """Run the checks of one device, and send each when it has ended."""
     torch.set_num_threads(1)
-    for check in run_checks(device_of(device, 0), model):
+    for check in run_checks(device_of(device, 0)):
         sender.send(check)
     return 0
