@@ -236,7 +236,7 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
 
 
 def _check_device(config: Resolved[Any]) -> None:
-    """Raise if this machine cannot have the device ``mps``; other hosts check their own devices.
+    """Raise if this machine cannot have the device ``mps``, or ``mps`` not the settings; other hosts check their own devices.
 
     Whether a Mac has it only torch knows, whose import takes seconds.
     """
@@ -251,6 +251,12 @@ def _check_device(config: Resolved[Any]) -> None:
             f"--device mps is the GPU of a Mac, and this system is {sys.platform}",
             source=config.sources["device"],
             hint="--device cpu, or 0 for the first CUDA device",
+        )
+    if c.device == "mps" and getattr(c, "reduce", "") == "exact":
+        raise config.error(
+            "reduce",
+            " rounds in 64 bits, which --device mps does not have",
+            hint="--reduce fast (one device always adds in the same order), or --device cpu",
         )
 
 

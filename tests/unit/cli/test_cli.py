@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import small_shapes
@@ -21,6 +22,7 @@ import yolofleet
 from yolofleet.cli import main
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
+from yolofleet.config import checks
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.words.spellings import SPELLINGS
@@ -179,10 +181,13 @@ def test_the_device_of_a_mac_is_refused_elsewhere_before_anything_starts(cli, tm
 
 
 def test_a_dry_run_on_a_mac_says_that_it_cannot_know_the_device(cli, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
+    # for this module alone: others would look for a Mac's standard library
+    monkeypatch.setattr(checks, "sys", SimpleNamespace(platform="darwin"))
     argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "mps", "--dry-run"]
     code, _, err = cli(*argv)
     assert code == 0 and "cannot know whether torch finds the GPU of this Mac" in err
+    code, _, err = cli(*argv, "--reduce", "exact")
+    assert code == 2 and "--reduce exact rounds in 64 bits, which --device mps does not have" in err
 
 
 def test_a_run_whose_devices_would_idle_is_refused_with_what_to_type(cli):
