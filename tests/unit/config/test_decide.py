@@ -71,7 +71,7 @@ def sizes(found: Decided) -> tuple[int, int, int]:
         ("rtdetrv2-r18", 500, {"new_classes": True, "batch": 64}, (64, 64, 8), "AdamW"),
         ("dfine-s", 500, {"recipe": "dfine-few", "micro_batch": 16}, (16, 16, 16), "AdamW"),
         ("dfine-s", 500, {"new_classes": True, "nominal_batch": 32}, (16, 32, 8), "AdamW"),
-        ("ppyoloe-s", 500, {"new_classes": True}, (16, 16, 8), "SGD"),
+        ("ppyoloe-s", 500, {"new_classes": True}, (16, 16, 8), "AdamW"),
         # a step of another size, other families and recipes, and what rules out the recipe for few images
         ("yolov5n", 17, {"recipe": "scratch-low"}, (16, 64, 8), "SGD"),
         ("yolov5n", 16, {"recipe": "scratch-low", "batch": 17}, (16, 64, 8), "SGD"),
