@@ -136,10 +136,8 @@ def test_the_losses_of_a_validation_need_no_float64_of_the_device(accelerator: A
     accelerator.reset()
     with torch.inference_mode():
         images = torch.zeros((1, 3, 64, 64), dtype=torch.uint8)
-        _, sums, _ = predictions(
-            model, images, labels.of_images([labels]), run.loss, "fp32", run.world.device
-        )
-    assert sums is not None and sums.dtype == "float64"
+        _, loss = predictions(model, images, labels.of_images([labels]), run.loss, "fp32", run.world.device)
+    assert loss is not None and loss[0].dtype == "float64"
     assert accelerator.launched() and not accelerator.doubles
 
 
