@@ -177,4 +177,4 @@ def pycocotools_figures(
 
 def native(height: int, width: int) -> Letterbox:
     """The letterbox that changes nothing."""
-    return Letterbox(1.0, 0.0, 0.0, (height, width), (height, width))
+    return Letterbox((1.0, 1.0), 0.0, 0.0, (height, width), (height, width))

@@ -22,8 +22,8 @@ constexpr float GREY = 114;  // of the border
 
 struct Prepared {
   std::vector<float> input;  // [1, 3, H, W] RGB in 0..1
-  float factor;              // pixels of the input for one of the picture
-  std::array<float, 2> padding;
+  std::array<float, 2> factors;  // pixels of the input for one of the picture, along x and y
+  std::array<int, 2> padding;
   std::array<int, 2> size;  // width and height of the picture
 };
 
@@ -65,7 +65,7 @@ Prepared prepared(const std::string& file, int high, int wide) {
     }
   }
   stbi_image_free(pixels);
-  return {input, float(factor), {(wide - w) / 2.f, (high - h) / 2.f}, {width, height}};
+  return {input, {float(w) / width, float(h) / height}, {left, top}, {width, height}};
 }
 
 int main(int count, char** words) try {
@@ -82,7 +82,7 @@ int main(int count, char** words) try {
   const int high = metadata["size_hw"][0], wide = metadata["size_hw"][1];
 
   for (int at = 2; at < count; ++at) {
-    auto [input, factor, padding, size] = prepared(words[at], high, wide);
+    auto [input, factors, padding, size] = prepared(words[at], high, wide);
     const std::array<int64_t, 4> shape{1, 3, high, wide};
     const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
     const auto images =
@@ -94,7 +94,7 @@ int main(int count, char** words) try {
     for (; row < end && row[4] > 0; row += 6) {
       std::array<float, 4> box;  // x1, y1, x2, y2 in pixels of the picture
       for (int i = 0; i < 4; ++i)
-        box[i] = std::clamp((row[i] - padding[i % 2]) / factor, 0.f, float(size[i % 2]));
+        box[i] = std::clamp((row[i] - padding[i % 2]) / factors[i % 2], 0.f, float(size[i % 2]));
       const nlohmann::json found = {
           {"file", words[at]}, {"name", metadata["names"][int(row[5])]}, {"score", row[4]}, {"box", box}};
       std::cout << found << "\n";

@@ -31,7 +31,7 @@ export function metadataOf(bytes) {
   throw new Error("the file has no metadata of yolofleet");
 }
 
-// Return the picture { data: RGBA, width, height } as [1, 3, H, W] RGB in 0..1, with its factor and padding.
+// Return the picture { data: RGBA, width, height } as [1, 3, H, W] RGB in 0..1, with its factors and padding.
 function prepared({ data, width, height }, [high, wide]) {
   const factor = Math.min(high / height, wide / width);
   const w = rounded(width * factor), h = rounded(height * factor);
@@ -55,7 +55,7 @@ function prepared({ data, width, height }, [high, wide]) {
       }
     });
   });
-  return { input, factor, padding: [(wide - w) / 2, (high - h) / 2] };
+  return { input, factors: [w / width, h / height], padding: [left, top] };
 }
 
 // Return the objects of a picture: name, score, and box x1, y1, x2, y2 in pixels of the picture.
@@ -63,13 +63,13 @@ export async function detect(ort, session, metadata, picture) {
   if (!metadata.nms || !metadata.size_hw || (metadata.batch ?? 1) !== 1) {
     throw new Error("export the weights with --nms, and without --dynamic size and --batch");
   }
-  const { input, factor, padding } = prepared(picture, metadata.size_hw);
+  const { input, factors, padding } = prepared(picture, metadata.size_hw);
   const images = new ort.Tensor("float32", input, [1, 3, ...metadata.size_hw]);
   const { data } = (await session.run({ images })).boxes; // [1, max_det, 6]; unused rows have score 0
   const found = [];
   for (let row = 0; row < data.length && data[row + 4] > 0; row += 6) {
     const box = Array.from(data.subarray(row, row + 4), (side, i) =>
-      Math.min(Math.max((side - padding[i % 2]) / factor, 0), i % 2 ? picture.height : picture.width),
+      Math.min(Math.max((side - padding[i % 2]) / factors[i % 2], 0), i % 2 ? picture.height : picture.width),
     );
     found.push({ name: metadata.names[data[row + 5]], score: data[row + 4], box });
   }

@@ -1,6 +1,7 @@
 """Shapes of validation images against YOLOv5 v7.0's rectangular loader (640 px, batch 16, half a stride of padding)."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_images_lie_in_the_batch_as_the_originals(recorded):
         _, out_h, out_w = item["img_chw"]
         out, box = letterbox(np.zeros((height, width, 3), np.uint8), (out_h, out_w), enlarge=False)
         assert out.shape == (out_h, out_w, 3)
-        assert (box.ratio, box.pad_left, box.pad_top) == (ratio, pad_left, pad_top)
+        assert (box.scale_xy, box.pad_left, box.pad_top) == ((ratio, ratio), pad_left // 1, pad_top // 1)
 
 
 def corners_of(boxes_cxcywh):
@@ -51,9 +52,10 @@ def test_labels_in_the_batch_lead_back_to_those_of_the_image(recorded):
     with np.load(parity("anchors/labels.npz")) as sets:
         sizes, labels = sets["coco128.shapes_wh"], sets["coco128.labels_flat"]
     for item in recorded["items"]:
-        (height, width), _ = item["shapes"]
+        (height, width), (_, (pad_left, pad_top)) = item["shapes"]
         _, out_h, out_w = item["img_chw"]
         _, box = letterbox(np.zeros((height, width, 3), np.uint8), (out_h, out_w), enlarge=False)
+        box = replace(box, pad_left=pad_left, pad_top=pad_top)  # the original's may end in .5
         given = np.array(item["labels"])  # [n, 6] image, class, cx, cy, w, h of the batch's shape
         native = box.to_native(corners_of(perturbed(given[:, 2:])) * [out_w, out_h, out_w, out_h])
         native /= [width, height, width, height]

@@ -35,7 +35,7 @@ class Circles(Shapes):
         return super(Circles, replace(self, radii=scaled.astype(np.float32))).mapped(places, view, look)
 
     def letterboxed(self, size_wh, back):
-        scaled = self.radii * size_wh[0] * back.ratio / back.size_hw[1]
+        scaled = self.radii * size_wh[0] * back.scale_xy[0] / back.size_hw[1]
         return super(Circles, replace(self, radii=scaled.astype(np.float32))).letterboxed(size_wh, back)
 
     def circles(self, width: float, height: float) -> np.ndarray:
@@ -52,7 +52,10 @@ class FoundCircles(Found):
     circles: np.ndarray  # [n, 3] pixels
 
     def native(self, back):
-        return replace(self, circles=(self.circles - [back.pad_left, back.pad_top, 0]) / back.ratio)
+        return replace(
+            self,
+            circles=(self.circles - [back.pad_left, back.pad_top, 0]) / [*back.scale_xy, back.scale_xy[0]],
+        )
 
 
 class CircleTask(Task):

@@ -75,9 +75,9 @@ def test_a_mask_lies_where_the_object_is_in_the_image_as_it_was_read():
     for height, width in ((50, 90), (300, 200), (640, 640)):
         _, back = letterbox(np.zeros((height, width, 3), np.uint8), (320, 256))
         middle = np.array([width * 0.4, height * 0.55])
-        on_input = middle * back.ratio + [back.pad_left, back.pad_top]
+        on_input = middle * back.scale_xy + [back.pad_left, back.pad_top]
         radius_px = 0.2 * min(width, height)
-        prototype = blob((80, 64), on_input / 4, radius_px * back.ratio / 4)[None]
+        prototype = blob((80, 64), on_input / 4, radius_px * back.scale_xy[0] / 4)[None]
         box = np.concatenate([middle - radius_px, middle + radius_px])
         mask = native_mask(np.ones(1, np.float32), prototype, box, back)
         y, x = np.mgrid[:height, :width] + 0.5
@@ -224,7 +224,7 @@ def test_options_that_masks_have_no_meaning_for_are_refused_by_name():
 
 
 def test_a_letterbox_with_half_a_pixel_of_padding_moves_masks_by_half_a_pixel():
-    back = Letterbox(1.0, 0.5, 0.0, (40, 41), (40, 40))
+    back = Letterbox((1.0, 1.0), 0.5, 0.0, (40, 41), (40, 40))
     prototype = np.where(np.arange(41) < 21, 1, -1)[None, None] * np.ones((1, 40, 1), np.float32)
     mask = native_mask(np.ones(1, np.float32), prototype.astype(np.float32), np.array([0, 0, 40, 40.0]), back)
     # the logit is 0 at 21 px of the input, which is 20.5 px of the image: the centre of its column 20

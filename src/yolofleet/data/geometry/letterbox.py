@@ -14,13 +14,14 @@ GREY = 114  # YOLOv5's padding value, all channels
 
 @dataclass(frozen=True)
 class Letterbox:
-    """The transform from a native image to its letterboxed one: ``x_letterboxed = x_native * ratio + pad_left``.
+    """The transform from a native image to its letterboxed one: ``x_letterboxed = x_native * scale + pad_left``.
 
-    The pads are half of the missing pixels and may end in .5. The drawn border has whole pixels; an odd pixel goes to the
-    right or the bottom. Boxes are converted back with the unrounded pads, as in YOLOv5.
+    A resized image and its borders have whole pixels: its sides may have two scales, and an odd pixel of the border goes to
+    the right or the bottom. YOLOv5 converts back with one scale for both sides, and with borders that end in .5, so its boxes
+    may be a pixel of the letterboxed image away.
     """
 
-    ratio: float  # letterboxed px / native px
+    scale_xy: tuple[float, float]  # letterboxed px / native px, along x and along y
     pad_left: float  # px
     pad_top: float  # px
     size_hw: tuple[int, int]  # of the letterboxed image
@@ -29,9 +30,9 @@ class Letterbox:
     def to_native(self, boxes_xyxy: Boxes) -> Boxes:
         """Return boxes [M, 4] in px of the native image, clipped to it, from px of the letterboxed one. Not in place."""
         moved = boxes_xyxy.copy() if isinstance(boxes_xyxy, np.ndarray) else boxes_xyxy.clone()
-        moved[..., 0::2] -= self.pad_left
-        moved[..., 1::2] -= self.pad_top
-        moved /= self.ratio
+        for axis, (scale, pad) in enumerate(zip(self.scale_xy, (self.pad_left, self.pad_top), strict=True)):
+            moved[..., axis::2] -= pad
+            moved[..., axis::2] /= scale
         return clip_xyxy(moved, self.native_hw)
 
 
@@ -64,18 +65,17 @@ def letterbox(
     missing_h, missing_w = out_h - resized_h, out_w - resized_w
     if stride:
         missing_h, missing_w = missing_h % stride, missing_w % stride
-    pad_top, pad_left = missing_h / 2, missing_w / 2
+    pad_top, pad_left = missing_h // 2, missing_w // 2
 
     if (resized_h, resized_w) != (height, width):
         image = cv2.resize(image, (resized_w, resized_h), interpolation=cv2.INTER_LINEAR)
     if missing_h or missing_w:
-        top, left = missing_h // 2, missing_w // 2
-        borders = (top, missing_h - top, left, missing_w - left)
+        borders = (pad_top, missing_h - pad_top, pad_left, missing_w - pad_left)
         image = cv2.copyMakeBorder(image, *borders, cv2.BORDER_CONSTANT, value=(GREY, GREY, GREY))
 
     native_hw = native_hw or (height, width)
     back = Letterbox(
-        ratio=ratio * height / native_hw[0],
+        scale_xy=(resized_w / native_hw[1], resized_h / native_hw[0]),
         pad_left=pad_left,
         pad_top=pad_top,
         size_hw=(resized_h + missing_h, resized_w + missing_w),

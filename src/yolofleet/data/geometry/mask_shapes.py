@@ -93,7 +93,7 @@ class MaskShapes(Shapes):
 
     def letterboxed(self, size_wh: np.ndarray, back: Letterbox) -> Self:
         size, pad = np.array(back.size_hw[::-1]), np.array([back.pad_left, back.pad_top])
-        rings = self.rings.scaled(size_wh * back.ratio / size, pad / size)
+        rings = self.rings.scaled(size_wh * back.scale_xy / size, pad / size)
         rings = replace(rings, points=rings.points.astype(np.float32))
         return replace(super().letterboxed(size_wh, back), rings=rings)
 

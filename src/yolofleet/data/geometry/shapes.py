@@ -113,9 +113,9 @@ class Shapes(Table):
         size, pad = np.array(back.size_hw[::-1]), np.array([back.pad_left, back.pad_top])
         wh = boxes[:, 2:] * size_wh
         corner = boxes[:, :2] * size_wh - wh / 2
-        centre = ((corner + wh / 2) * back.ratio + pad) / size
+        centre = ((corner + wh / 2) * back.scale_xy + pad) / size
         return replace(
-            self, boxes=np.concatenate([centre, wh * back.ratio / size], axis=1).astype(np.float32)
+            self, boxes=np.concatenate([centre, wh * back.scale_xy / size], axis=1).astype(np.float32)
         )
 
 

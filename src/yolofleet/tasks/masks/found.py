@@ -91,7 +91,7 @@ def _between(
     first: int, last: int, pad: float, back: Letterbox, cells: int, axis: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
     """Return the two cells around each of the pixels, and the weight of the second one."""
-    place = (np.arange(first, last) + 0.5) * back.ratio + pad
+    place = (np.arange(first, last) + 0.5) * back.scale_xy[1 - axis] + pad
     place = np.clip(place * (cells / back.size_hw[axis]) - 0.5, 0, cells - 1)
     before = place.astype(np.int64)
     return before, np.minimum(before + 1, cells - 1), (place - before).astype(np.float32)
