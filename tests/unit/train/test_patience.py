@@ -16,12 +16,9 @@ def ends_after(
 ) -> bool:
     state = SimpleNamespace(progress=Progress(best_epoch=best, best_fitness=fitness))
     report = SimpleNamespace(config=SimpleNamespace(patience=patience, val_period=val_period))
-    return Validations(
-        *cast(Any, (state, report, None)),
-        index=cast(Any, [0]),
-        settings=cast(Any, None),
-        cache=cast(Any, None),
-    ).out_of_patience(epochs)
+    nothing = cast(Any, None)
+    run = Validations(cast(Any, state), cast(Any, report), nothing, cast(Any, [0]), nothing, nothing)
+    return run.out_of_patience(epochs)
 
 
 @pytest.mark.parametrize(
