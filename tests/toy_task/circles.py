@@ -52,10 +52,7 @@ class FoundCircles(Found):
     circles: np.ndarray  # [n, 3] pixels
 
     def native(self, back):
-        return replace(
-            self,
-            circles=(self.circles - [back.pad_left, back.pad_top, 0]) / [*back.scale_xy, back.scale_xy[0]],
-        )
+        return replace(self, circles=(self.circles - [back.pad_left, back.pad_top, 0]) / back.scale_xy[0])
 
 
 class CircleTask(Task):

@@ -165,7 +165,8 @@ def test_devices_are_cut_into_groups(
 ) -> None:
     if device == "mps":
         monkeypatch.setattr(sys, "platform", "darwin")
-    config, _ = resolve_tune({"data": "d", "model": "yolov5n", "device": device, "devices_per_trial": each})
+    given = {"data": "d", "model": "yolov5n", "device": device, "devices_per_trial": each, "reduce": "fast"}
+    config, _ = resolve_tune(given)
     found = local_groups(config.value, 2, 16)
     assert [group.text for group in found] == groups
     is_cpu = "cpu" in device
