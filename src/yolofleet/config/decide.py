@@ -30,7 +30,7 @@ from yolofleet.support.errors import ConfigError
 Workload = TypeVar("Workload", bound=WorkloadSettings)
 MOST_TIMES = 100  # the images of a training set: a larger batch is a mistake
 OF_IMAGES = " training images"  # the end of the source of a batch that they limit
-FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe, and devices no work
+FEW_IMAGES = 1000  # with fewer training images, a family may have another recipe, and devices no work
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
     "nominal_batch": ("reference_batch", ("nominal_batch",)),
@@ -86,7 +86,7 @@ class Decided:
     """What a run does: its settings and its recipe, as nothing changes them any more; notes and warnings about the choice.
 
     Attributes:
-        few_images: it has fewer than FEW_IMAGES, so a device without work is no error.
+        few_images: whether it has fewer than FEW_IMAGES training images, so that a device without work is no error.
     """
 
     config: Resolved[TrainConfig]

@@ -25,13 +25,13 @@ class RankStatus:
     rank: int
     host: str
     device: str
-    phase: str  # of its clock, or its task
-    step: int  # of the run
+    phase: str  # phase of the rank's clock, or its task
+    step: int  # step of the run
     quiet_s: float  # seconds without progress
     rate_img_s: float  # images a second of its own part, without waiting for other ranks; 0: unknown
     waits: float  # share of its training time in which it waits for other ranks, 0..1
     memory_gib: float  # peak on its device in the epoch, or resident memory of its process on a CPU
-    temperature_c: float  # of its device, or of the processors of its host; 0: unknown
+    temperature_c: float  # temperature of the device, or of the processors of the host; 0: unknown
 
 
 def write_status(path: Path, ranks: Sequence[RankStatus]) -> None:

@@ -59,7 +59,7 @@ class Item:
     """A published file."""
 
     name: str  # its local name
-    urls: tuple[str, ...]  # of the same bytes, best first
+    urls: tuple[str, ...]  # addresses of the same bytes, best first
     size_bytes: int | None  # None if unknown
     # ``sha256:HEX``, or ``sha1:HEX`` or ``md5:HEX`` if the publisher has no other; None: do not download
     digest: str | None

@@ -40,7 +40,7 @@ class Stored:
     modified_ns: int  # since 1970; 0 if the store does not say
     digest: str  # hexadecimal MD5 or SHA-256; "" if the listing states none
     shard: str = ""  # the object of which the file is a part; "" if the file is an object
-    offset: int = 0  # of the part, bytes
+    offset: int = 0  # where the part begins, bytes
     # width, height: of an image, pixels after rotation; 0 if the listing does not say
     width: int = 0
     height: int = 0

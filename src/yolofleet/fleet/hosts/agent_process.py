@@ -52,7 +52,7 @@ class Rendezvous:
 class StoreEnd:
     """This host's end of the run's store, always on 127.0.0.1."""
 
-    port: int = 0  # of the store, or of the relay that leads to it
+    port: int = 0  # port of the store, or of the relay that leads to it
     # file descriptor of the socket that listens on ``port``, if the agent of this host owns the store
     listener: int | None = None
 
@@ -66,7 +66,7 @@ class JobSpec:
     job: Path | None = None  # file of the configuration; None = ``logs/job.yaml`` of the folder
     rendezvous: Rendezvous | None = None  # None if there is no other machine
     restarts: int = 0  # attempts before this one, which a failure or a joining host ended
-    resume_options: tuple[str, ...] = ()  # of the command that resumes the run
+    resume_options: tuple[str, ...] = ()  # options of the command that resumes the run
 
 
 def agent_arguments(job: JobSpec, store_port: int = 0) -> list[str]:

@@ -129,9 +129,9 @@ def _end_of(log: Path, most_bytes: int, begin: int = 0) -> str:
 class Ending:
     """How the processes of one machine ended."""
 
-    code: int  # of torchrun's agent; below 0: a signal
+    code: int  # exit code of torchrun's agent; below 0: a signal
     words: Sequence[LastWords]  # why its workers failed
-    log: str  # of the agent
+    log: str  # the end of the agent's log
     source: str  # the file of that log
     host: str = ""  # its name, if there are several
     ahead_s: float = 0.0  # how far its clock is ahead

@@ -61,7 +61,7 @@ class Fleet:
 
     hosts: tuple[Host, ...]  # rank 0 runs on the first
     source: str = "--hosts"  # the option or file that names the fleet
-    port: int = FIRST_PORT  # of the rendezvous on the first host, or the next free one
+    port: int = FIRST_PORT  # port of the rendezvous on the first host, or the next free one
     silence_s: float = 20.0  # timeout of heartbeats, after which a host ends everything
     grace_s: float = 30.0  # seconds from a request to stop until processes are killed
     # a run starts on so many of the hosts; the others wait to replace a lost one. 0: on all

@@ -33,7 +33,7 @@ class Record:
     job: str  # its name, the same on every host of the fleet
     title: str  # a short description for a person
     host: str
-    folder: str  # of the run, on this host; "" for a command
+    folder: str  # run folder on this host; "" for a command
     node: int
     ranks: tuple[int, int]  # the first rank on this host, and their number
     host_agent: tuple[int, str]  # (PID, start time) of the process that ends the job here on SIGTERM

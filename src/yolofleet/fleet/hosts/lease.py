@@ -53,7 +53,7 @@ class Lease:
     lasts_s: float  # how long the lease lasts without renewal
     began_s: float = 0.0  # when the run began, in seconds since 1970
     renewed_s: float = 0.0  # when it was renewed, on this machine's clock (:func:`clock`)
-    folder: str = ""  # of the run, on this host; "" = not made yet
+    folder: str = ""  # run folder on this host; "" = not made yet
     code: int | None = None  # exit code of the run; None while it runs
     machine: str = ""  # identifier of the machine since its start
 

@@ -83,7 +83,7 @@ class Exit(Model):
     """The end of a job on a host."""
 
     type: Literal["exit"] = "exit"
-    code: Ending  # of torchrun's agent, or of the command
+    code: Ending  # exit code of torchrun's agent, or of the command
     words: Annotated[list[LastWords], Field(max_length=MOST_RANKS)] = []
     log: LongText = ""  # the end of the agent's log
     why: LongText = ""  # why the host agent ended the job; "" if it ended by itself

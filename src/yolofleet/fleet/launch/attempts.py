@@ -63,7 +63,7 @@ class HostAttempts(Closing):
         resume: the command that resumes the run.
     """
 
-    watch: Watch  # of the last attempt
+    watch: Watch  # watch of the last attempt
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class HostAttempts(Closing):
         self.plan, self.fleet, self.folders, self.resume = plan, fleet, folders, resume
         # by host_index, as the hosts of `fleet` and the sites of `folders`: the active ones, then spares
         self.hosts = list(map(RunHost, remotes, meeting.endpoints))
-        self.members = list(range(len(fleet.active)))  # of the next attempt, in the order of their ranks
+        self.members = list(range(len(fleet.active)))  # hosts of the next attempt, in the order of their ranks
         self.joined: list[int] = []  # members of the last attempt that the one before did not have
-        # of the rendezvous on the first member, and that member
+        # port of the rendezvous on the first member, and that member
         self.port, self._port_of, self._ports_left = meeting.port, remotes[0], PORT_TRIES - 1
         self.rules = restart_rules(plan.config.value)
         self.restarts, self._steps_before = 0, -1  # attempts before the next one, and the steps done by then

@@ -75,7 +75,7 @@ class Folders:
     """The run's folder here and on every host."""
 
     here: RunFolder
-    sites: list[Site]  # of the hosts, in their order
+    sites: list[Site]  # one for each host, in the order of the hosts
     mark: str  # name of the file that shows which hosts share a disk
     # numbers of the hosts: first those that have the newest results. Empty: as in ``sites``
     order: list[int] = field(default_factory=list)

@@ -92,14 +92,14 @@ def appoint(host: Host, order: Order) -> None:
 class Supervision:
     """How this process supervises a run."""
 
-    order: Order  # of the standby launcher that started it
+    order: Order  # order of the standby launcher that started this launcher
     # term, voters, version: of the lease
     term: int
     voters: Sequence[Sequence[str]]
     version: int
     fleet: Fleet | None = None  # the hosts that can be reached now
     absent: tuple[Host, ...] = ()  # the others, which take part when they can
-    folder: str = ""  # of the run that it takes over; "" = a new run
+    folder: str = ""  # folder of the run to take over; "" = a new run
 
 
 ORDER, SUPERVISION = TypeAdapter(Order), TypeAdapter(Supervision)

@@ -107,7 +107,7 @@ class LocalAttempts:
 
     def __init__(self, job: JobSpec, output: int | None = None) -> None:
         self.job, self.log, self._output = job, job.folder / "logs" / "agent.log", output
-        self.ending = Ending(0, [], "", "")  # of the last attempt
+        self.ending = Ending(0, [], "", "")  # how the last attempt ended
         self.asked = ""  # the signal that asked the run to end
         self.ends_at_once = False  # Ctrl-C came twice
         self._environment = agent_environment(os.environ) | {COMMAND_ID: secrets.token_hex(8)}

@@ -39,7 +39,7 @@ class RunPlan:
     """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it."""
 
     config: Resolved[TrainConfig] | Resolved[ValConfig]
-    recipe: Resolved[Recipe] | None  # of a training; None for a validation
+    recipe: Resolved[Recipe] | None  # recipe of a training; None for a validation
     fleet: Fleet | None  # the hosts; None: this machine
     # number of processes to start on this machine. 1: this process does the work, alone or as one of several
     # that another launcher started

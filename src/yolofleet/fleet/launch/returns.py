@@ -26,7 +26,7 @@ class Wanted:
     """A host that shall take part."""
 
     host: Host
-    host_index: int | None = None  # of a lost host; None: the run did not have it
+    host_index: int | None = None  # number of a lost host; None: the run did not have it
     is_asked: bool = False  # a person waits for an answer
 
 

@@ -223,7 +223,7 @@ COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
 class Forecast:
     """The predicted figures of a fleet."""
 
-    name: str  # of the fleet, short
+    name: str  # short name of the fleet
     work: Workload
     fleet: Fleet
     likely: Prediction  # with the figures as they are

@@ -46,14 +46,14 @@ class StepTime(NamedTuple):
 class Prediction:
     """The times of a run, in seconds."""
 
-    step: StepTime  # of every epoch but the first
-    first: StepTime  # of the first epoch, in which the image cache is empty
+    step: StepTime  # a step of every epoch but the first
+    first: StepTime  # a step of the first epoch, in which the image cache is empty
     epoch: float  # with validation and checkpoint
     run: float  # the whole run
     rate_img_s: float  # images/s of training, as ``images_per_s`` of results.csv
-    devices: int  # of the fleet
-    price_hour: float  # of the fleet, NaN = unknown
-    store_price: float  # of all requests to the store, US dollars
+    devices: int  # number of devices of the fleet
+    price_hour: float  # US dollars for the fleet, NaN = unknown
+    store_price: float  # US dollars for all requests to the store
     # seconds of the run that each part adds; "start" is from the command to the first step
     parts: dict[str, float]
     busy: float  # mean compute of all ranks in a step, as a share of the longest one
@@ -121,7 +121,7 @@ class RankShare:
     """A rank's part of a step."""
 
     machine: Machine
-    images: int  # of the step
+    images: int  # images of the step
     passes: int  # forward and backward passes
     last: int  # images of the last pass
 

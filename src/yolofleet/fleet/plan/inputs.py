@@ -58,7 +58,7 @@ class Workload:
     cache: Literal["none", "ram", "disk", "auto"] = "none"
     reduce: Literal["fast", "fast16", "exact"] = "fast"
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
-    # of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed
+    # shares of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed
     shares: tuple[float, ...] = ()
     auto_shares: bool = False
     val_period: int = 1  # epochs between validations; 0: only after the last one
@@ -117,7 +117,7 @@ SHOWN_TOGETHER = 4  # images of a mosaic
 class Link:
     """The link between two ranks."""
 
-    latency_s: float  # of one message
+    latency_s: float  # latency of one message
     bytes_s: float  # in one direction
     # latency grows with the logarithm of the ranks (NCCL), else with their number (gloo's ring)
     tree: bool = False
@@ -142,8 +142,8 @@ def bytes_s_of(text: str, share: float = 1.0) -> float:
 class Store:
     """The store of a data set: limits of one host, and the price. A host reads each file once, and its disk cache holds them all."""
 
-    bytes_s: float  # of the host's link
-    latency_s: float  # of one request
+    bytes_s: float  # bandwidth of the host's link, bytes per second
+    latency_s: float  # latency of one request
     price: float = 0.0  # US dollars for 1,000 requests
 
     @classmethod
@@ -181,27 +181,27 @@ class Machine:
     name: str
     devices: int  # ranks
     cores: float  # CPU cores that all ranks share
-    pass_s: float  # of a forward and backward pass, besides ``image_s`` for each of its images
+    pass_s: float  # fixed time of a forward and backward pass, besides ``image_s`` for each of its images
     image_s: float
-    update_s: float  # of a step, besides its passes: loss counts, clipping, optimizer, average
+    update_s: float  # time of a step besides its passes: loss counts, clipping, optimizer, average
     load_s: float  # seconds of one core to read, decode and augment an image
     cached_s: float  # the same from the image cache
-    read_bytes_s: float  # of the storage, for the whole host
-    # inside, between: links between its ranks, and to other hosts
+    read_bytes_s: float  # bandwidth of the storage for the whole host, bytes per second
+    # inside: links between the ranks of the host; between: links to other hosts
     inside: Link
     between: Link
-    val_image_s: float  # of a validation, for each image of a rank
-    val_end_s: float  # of its end: gather, match and average, on any fleet
+    val_image_s: float  # time of a validation for each image of a rank
+    val_end_s: float  # time of the end of a validation: gather, match and average, on any fleet
     save_s: float  # pause of the training for a checkpoint
     start_s: float  # from the command to the first step
     spread: float  # relative standard deviation of the time of a step of one rank
-    memory_bytes: float  # of the host
-    device_bytes: float  # of a device, 0 for a CPU
+    memory_bytes: float  # memory of the host
+    device_bytes: float  # memory of a device, 0 for a CPU
     on_cpu: bool  # loader processes take cores from the network
     doubt: Doubt
-    needed_bytes: float = 0.0  # of a device, at least, for a pass of one micro-batch; 0 = unknown
-    price_hour: float = math.nan  # of the host, in US dollars; NaN = unknown
-    store: Store | None = None  # of the data set, if it is not on the host's disk
+    needed_bytes: float = 0.0  # memory that a device needs for a pass of one micro-batch; 0 = unknown
+    price_hour: float = math.nan  # US dollars for the host; NaN = unknown
+    store: Store | None = None  # store of the data set, if it is not on the host's disk
     # images that the host reads from there in the first epoch, for each image of its part
     store_reads: float = 1.0
     source: str = ""  # where the figures come from

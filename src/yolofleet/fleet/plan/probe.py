@@ -72,7 +72,7 @@ class Probe(Entry):
     sums_inside: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
     # between machines, one rank each
     sums_between: Annotated[tuple[SumTime, ...], Field(max_length=100, strict=False)] = ()
-    val_image_s: Positive  # of a validation, for each image
+    val_image_s: Positive  # time of a validation for each image
     val_end_s: Seconds  # the rest of it
     save_s: Seconds  # pause of the training for a checkpoint
     start_s: Seconds  # from the command to the first step

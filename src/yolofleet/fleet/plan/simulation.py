@@ -51,7 +51,7 @@ class Simulation:
     # epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``
     epoch_s: float
     run_s: float
-    # of a step of later epochs: compute; loader and storage (own images); counts (the message, and other
+    # seconds of a step of later epochs: compute; loader and storage (own images); counts (the message, and other
     # ranks' images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``
     waits: dict[str, float]
 

@@ -51,10 +51,10 @@ class BucketLease:
 
     def __init__(self, store: ObjectWriter, command: str) -> None:
         self.store = store
-        self.number = 0  # of this holder; 0: not claimed
+        self.number = 0  # number of this holder's claim; 0: not claimed
         self.took_over = False  # the holder before had not ended, and may still write one object
         self.follows_own = False  # there was no holder before, or it was a process of the same command
-        self.command_before = ""  # of the holder before
+        self.command_before = ""  # command of the holder before
         self._values: dict[str, Any] = {"host": platform.node(), "process": os.getpid(), "command": command}
         self._values |= {"token": secrets.token_hex(8), "renewed": 0}
         self._confirmed_s, self._lost = 0.0, ""

@@ -44,7 +44,7 @@ class StepView:
 
     # mean of the epoch so far, by name ("box", "obj", "cls"); empty if this rank has had no image
     losses: Mapping[str, float]
-    times: Times  # of the epoch so far
+    times: Times  # times of the epoch so far
     lr: float  # learning rate of weights
     memory_gib: float = 0.0  # peak on the device in the epoch; 0: unknown
     left_s: float = 0.0  # predicted seconds to the end of the run; 0: unknown

@@ -89,7 +89,7 @@ class RunFolder:
     is_of_run: bool = field(default=True, compare=False)
     # under a user's torchrun, what identifies this attempt; see ``training/rank/users_torchrun_restarts.py``
     attempt: str = field(default="", compare=False)
-    # of the command that resumes the run; see ``config.stored.resume_options``
+    # options of the command that resumes the run; see ``config.stored.resume_options``
     resume_options: tuple[str, ...] = field(default=(), compare=False)
     # folders around it that :meth:`create` has created, the innermost first
     new_parents: tuple[Path, ...] = field(default=(), compare=False)

@@ -40,7 +40,7 @@ class ScheduledRun:
 
     name: str  # name of the run
     resume: str  # the run folder that ``--resume`` names; "" for a new run
-    arguments: list[str]  # of ``yolofleet train``, without the name and ``--resume``
+    arguments: list[str]  # arguments of ``yolofleet train``, without the name and ``--resume``
     processes: int  # on each machine
     restarts: int  # how often it may fail within an hour and go on
     # data and copies of the run are at addresses, so the machines need no common disk
@@ -51,9 +51,9 @@ class ScheduledRun:
 class Scheduler(Generic[T]):
     """A row of ``table.SCHEDULERS``."""
 
-    settings: type[T]  # of the job
+    settings: type[T]  # model of the job's settings
     render: Callable[[T, ScheduledRun], str]  # returns the file that the scheduler takes. Raises ConfigError
-    help: str  # of ``yolofleet render NAME``
+    help: str  # help text of ``yolofleet render NAME``
     # submits such a file, and returns lines that say how to follow the job; None: ``train`` has no option for
     # it. Raises ConfigError and ClusterError
     submit: Callable[[str], str] | None = None
