@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -113,19 +114,24 @@ def sum_on(rank: int, port: int, folder: Path, backends: list[str]) -> None:
     (folder / f"end-{rank}").write_text(f"{total} {name}")
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
-@pytest.mark.parametrize("backends", [["cpu:gloo,cuda:gloo", "gloo"], ["cpu:gloo,cuda:gloo"] * 2])
-def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, backends: list[str]) -> None:
-    """NCCL on one side and gloo on the other would wait for each other for ever."""
+def in_two_ranks(rank: Callable[..., None], *words: Any) -> None:
+    """Call ``rank`` with its number, a free port and ``words`` in two processes, and wait for both."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=sum_on, args=(r, port, tmp_path, backends)) for r in range(2)]
+    ranks = [context.Process(target=rank, args=(number, port, *words)) for number in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(900)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
+@pytest.mark.parametrize("backends", [["cpu:gloo,cuda:gloo", "gloo"], ["cpu:gloo,cuda:gloo"] * 2])
+def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, backends: list[str]) -> None:
+    """NCCL on one side and gloo on the other would wait for each other for ever."""
+    in_two_ranks(sum_on, tmp_path, backends)
     differ = len(set(backends)) > 1
     chosen = "cpu:gloo,cuda:gloo" if not differ else "cpu:gloo"
     for rank in range(2):
@@ -179,15 +185,7 @@ def join_by_srun(rank: int, port: int, folder: Path, uuids: list[str]) -> None:
 )
 def test_two_gpus_that_srun_both_calls_0_are_two(tmp_path: Path, uuids: list[str], ends: str) -> None:
     """With ConstrainDevices of its cgroup.conf, each task sees its own GPU as number 0."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=join_by_srun, args=(r, port, tmp_path, uuids)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(900)
+    in_two_ranks(join_by_srun, tmp_path, uuids)
     for rank in range(2):
         assert re.fullmatch(ends, (tmp_path / f"end-{rank}").read_text())
 

@@ -40,6 +40,7 @@ class DetectionLoss(Protocol):
 
         Args:
             labels: of all images, the ``Shapes`` of the network's task.
+            images: number of images of the micro-batch, N.
             size_hw: pixels.
             keys: of each image, for a loss that draws random numbers; a validation or a trial gives none.
         Returns:

@@ -36,6 +36,7 @@ class Raws(NamedTuple):
     """Raw predictions of a :class:`CombinedNetwork`.
 
     Attributes:
+        size_hw: shape of the images, pixels.
         of_network: for each network and view, what the network returned.
     """
 

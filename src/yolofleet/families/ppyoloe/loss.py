@@ -97,6 +97,7 @@ class PpyoloeLoss:
         """Return the part of the assignment that does not depend on predictions, for both assigners.
 
         Args:
+            images: number of images of the micro-batch, N.
             size_hw: px, a multiple of every stride.
         """
         grid = Grid(images, size_hw, self.strides)

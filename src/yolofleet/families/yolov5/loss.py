@@ -111,6 +111,7 @@ class Yolov5Loss:
         beyond a cell, in up to two neighbours.
 
         Args:
+            images: number of images of the micro-batch, N.
             size_hw: px, a multiple of every stride.
         """
         return self._matched(labels, images, size_hw)[0]

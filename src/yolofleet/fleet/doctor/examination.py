@@ -48,7 +48,9 @@ class Examination:
 
     peers: list[Peer]  # hosts that still answer
     findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, HostFacts] = field(default_factory=dict)  # what each host answered, by name; none for a host that did not
+    facts: dict[str, HostFacts] = field(
+        default_factory=dict
+    )  # what each host answered, by name; none for a host that did not
     endpoints: dict[str, Endpoint] = field(default_factory=dict)  # where the others reach each host
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -77,7 +77,9 @@ class HostAttempts(Closing):
         self.plan, self.fleet, self.folders, self.resume = plan, fleet, folders, resume
         # by host_index, as the hosts of `fleet` and the sites of `folders`: the active ones, then spares
         self.hosts = list(map(RunHost, remotes, meeting.endpoints))
-        self.members = list(range(len(fleet.active)))  # hosts of the next attempt, in the order of their ranks
+        self.members = list(
+            range(len(fleet.active))
+        )  # hosts of the next attempt, in the order of their ranks
         self.joined: list[int] = []  # members of the last attempt that the one before did not have
         # port of the rendezvous on the first member, and that member
         self.port, self._port_of, self._ports_left = meeting.port, remotes[0], PORT_TRIES - 1

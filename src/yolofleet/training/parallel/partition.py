@@ -62,7 +62,8 @@ class Partition:
         """Return how many devices get no micro-batch of a step, and what gives each one; "" twice if all have one.
 
         Args:
-            images: of a step, on all ranks.
+            images: images of a step, on all ranks.
+            micro_batch: images of a micro-batch.
             batch: whose divisors are the other possible values of ``--micro-batch``.
         """
         ranks, count = len(self.shares), images // micro_batch
